@@ -1,0 +1,35 @@
+# `make demo` and `make test` set up everything they need; Python 3.11 and make are enough.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+export TF_CPP_MIN_LOG_LEVEL ?= 3
+
+.PHONY: demo test check format clean
+
+demo: .venv/installed ## train digits with a full batch and with accumulation, and compare
+	@$(BIN)/python examples/00_digits.py
+
+test: .venv/installed ## run all tests
+	@echo "== Tests"
+	@$(BIN)/python -m pytest -n 2
+
+check: .venv/installed ## what CI runs: format, lint, types, tests
+	@echo "== Format"
+	@$(BIN)/ruff format --check .
+	@echo "== Lint"
+	@$(BIN)/ruff check .
+	@echo "== Types"
+	@$(BIN)/pyright
+	@$(MAKE) --no-print-directory test
+
+format: .venv/installed ## format and fix what can be fixed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean: ## remove the virtual environment and what tools leave behind
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+
+.venv/installed: pyproject.toml constraints.txt
+	@echo "== Setting up .venv with the tested versions (a few minutes the first time)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

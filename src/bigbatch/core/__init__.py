@@ -1,0 +1,1 @@
+"""The meaning of accumulation in plain Python: no framework is imported here."""

@@ -1,0 +1,1 @@
+"""The TensorFlow mechanism: buffers, the accumulator, and gradients by micro-batches."""

@@ -1,0 +1,226 @@
+"""`GradientAccumulator`: accumulation for loops that people write themselves."""
+
+from __future__ import annotations
+
+import functools
+import io
+from typing import Any, Iterable
+
+import numpy as np
+import tensorflow as tf
+
+from bigbatch.core.window import AccumulationSteps, is_full, window_length
+from bigbatch.errors import ContextError, explain
+from bigbatch.tf import optimizers
+from bigbatch.tf.checks import checked_gradients, checked_weight
+from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.window import GradientWindow
+
+_unconverted = tf.autograph.experimental.do_not_convert
+
+
+class GradientAccumulator(tf.train.experimental.PythonState):
+    r"""Adds up the gradients of micro-batches and makes one update of them.
+
+    With g the gradient and w the weight of each micro-batch i on each replica r of a window,
+    the optimizer gets
+
+        Σ_ir w_ir · g_ir / Σ_ir w_ir
+
+    once per window: the gradient of the full batch, if g is the gradient of a micro-batch's
+    *mean* loss and w what that mean divides by (samples, valid tokens, summed weights).
+
+    Under a `tf.distribute` strategy build it in `strategy.scope()`, call `accumulate` inside
+    `strategy.run` (it communicates nothing) and `apply_when_full` and `flush` outside (they
+    reduce once). g is then the gradient of the replica's own mean. How to pass it:
+
+    | loss computed with | differentiate | weight |
+    |---|---|---|
+    | `tf.reduce_mean(per_sample)` | `loss` | `samples` |
+    | a Keras loss object (it divides by `replicas`) | `loss * replicas` | `samples` |
+    | `tf.nn.compute_average_loss(per_sample, global_batch_size=n)` | `loss * replicas` |
+    `n / replicas` |
+
+    where `samples` counts this replica's samples in the micro-batch, `n` those of all
+    replicas, and `replicas = strategy.num_replicas_in_sync`. With a `LossScaleOptimizer`, differentiate
+    `optimizer.scale_loss(loss)` and pass the scaled gradients: an infinity or NaN in any
+    micro-batch on any replica skips the whole update and lowers the scale.
+
+    It can be saved in the middle of a window: `tf.train.Checkpoint(accumulator=accumulator)`.
+
+    Args:
+        optimizer: a Keras optimizer, or any object with `apply_gradients(pairs)`. It is not
+            changed; a Keras optimizer is built if it is not yet. Keras optimizers are run in
+            a graph, other objects as plain Python.
+        variables: the variables to update, in the order of the gradients.
+        accumulation_steps: micro-batches per update: a positive integer, a function from
+            the number of updates made to one (a batch-size schedule), or `None`: only
+            `flush` updates.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> import keras
+        >>> import bigbatch
+        >>> w = tf.Variable(1.0)
+        >>> optimizer = keras.optimizers.SGD(learning_rate=1.0)
+        >>> accumulator = bigbatch.GradientAccumulator(optimizer, [w], accumulation_steps=2)
+        >>> accumulator.accumulate([tf.constant(0.25)], weight=3)  # the mean of 3 samples
+        >>> accumulator.apply_when_full()
+        False
+        >>> accumulator.accumulate([tf.constant(0.75)], weight=1)  # a short micro-batch
+        >>> accumulator.apply_when_full()
+        True
+        >>> w.numpy()  # 1 - (3 * 0.25 + 1 * 0.75) / 4
+        0.625
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: Iterable[Any],
+        *,
+        accumulation_steps: AccumulationSteps = None,
+    ) -> None:
+        first_length = window_length(accumulation_steps, updates=0)
+        self._accumulation_steps = accumulation_steps
+        self._optimizer = optimizer
+        self._variables = list(variables)
+        optimizers.prepare(optimizer, self._variables)
+        self._window = GradientWindow(self._variables, first_length)
+        # Traced once for each set of variables that have gradients in a window.
+        self._compiled_update = tf.function(self._update, autograph=False)
+        self._compiled_mean = tf.function(self._window.mean, autograph=False)
+
+    @property
+    def step(self) -> Any:
+        """The number of micro-batches in the window so far, a scalar tensor."""
+        return self._window.micro_batches.read_value()
+
+    @property
+    def total_weight(self) -> Any:
+        """The weight of the window so far, over all replicas, a scalar tensor."""
+        self._window.refuse_replica_context("total_weight")
+        return self._window.total_weight()
+
+    @property
+    def is_full(self) -> Any:
+        """Whether the window holds `accumulation_steps` micro-batches, a boolean tensor."""
+        return is_full(self.step, self._window.length.read_value())
+
+    @property
+    @_unconverted
+    def gradients(self) -> list[Any]:
+        """The weighted mean of the window so far: what an update now would hand over.
+
+        A variable that had no gradient in this window has `None`.
+        """
+        self._window.refuse_replica_context("gradients")
+        with outside_strategy_scope():
+            if tf.executing_eagerly():
+                return list(self._compiled_mean(self._window.kinds_now()))
+            possible = self._window.possible_kinds()
+            if len(possible) != 1:
+                raise ContextError(
+                    explain(
+                        received=f"gradients inside tf.function, with {len(possible)} sets of "
+                        "variables that may have gradients in a window",
+                        expected="one set: a graph cannot return a tensor or None",
+                        fix="read gradients outside tf.function, or call apply_when_full() or "
+                        "flush() after the first accumulate()",
+                    )
+                )
+            with tf.control_dependencies([self._window.index_among(possible)]):
+                return self._window.mean(possible[0])
+
+    @_unconverted
+    def accumulate(self, gradients: Iterable[Any], weight: Any = 1) -> None:
+        """Add the gradients of one micro-batch to the window.
+
+        Args:
+            gradients: one for each variable: a tensor, `IndexedSlices` (kept sparse), or
+                `None` if the micro-batch does not touch the variable.
+            weight: what the micro-batch counts for: a number or a scalar tensor, not
+                negative. With zero the gradients are ignored, even if they are NaN.
+        """
+        self._window.refuse_wrong_replica()
+        gradients = checked_gradients(gradients, self._variables)
+        self._window.add(gradients, checked_weight(weight))
+
+    @_unconverted
+    def apply_when_full(self) -> Any:
+        """Make one update and start over, if the window is full.
+
+        Returns:
+            Whether it did: a `bool`, or a boolean tensor inside `tf.function`.
+        """
+        self._window.refuse_replica_context("apply_when_full()")
+        return self._update_if(self.is_full)
+
+    @_unconverted
+    def flush(self) -> Any:
+        """Make one update of what the window holds, and start over; nothing if it is empty.
+
+        Returns:
+            Whether there was anything: a `bool`, or a boolean tensor inside `tf.function`.
+        """
+        self._window.refuse_replica_context("flush()")
+        return self._update_if(self.step > 0)
+
+    @_unconverted
+    def reset(self) -> None:
+        """Forget what the window holds."""
+        self._window.refuse_replica_context("reset()")
+        self._window.reset()
+
+    def serialize(self) -> bytes:
+        """Return the state as bytes; called by `tf.train.Checkpoint`."""
+        file = io.BytesIO()
+        np.savez(file, allow_pickle=False, **self._window.snapshot())
+        return file.getvalue()
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Restore the state from bytes; called by `tf.train.Checkpoint`."""
+        with np.load(io.BytesIO(string_value)) as file:
+            arrays = dict(file)
+        self._window.restore(arrays, self._length_after(arrays["updates"]))
+
+    def _update_if(self, due: Any) -> Any:
+        with outside_strategy_scope():
+            if not tf.executing_eagerly():
+                return tf.cond(due, self._traced_update, lambda: False)
+            if not due:
+                return False
+            # A schedule that returns nonsense raises here, before anything has changed.
+            length = self._length_after(self._window.updates.read_value() + 1)
+            kinds = self._window.kinds_now()
+            if optimizers.is_keras(self._optimizer):
+                self._compiled_update(kinds)
+            else:
+                self._apply(self._compiled_mean(kinds))
+            self._window.open(length)
+            return True
+
+    def _traced_update(self) -> Any:
+        """Update inside the caller's graph, where what the window holds is not yet known."""
+        updates = self._window.updates.read_value() + 1
+        if callable(self._accumulation_steps):
+            length = tf.numpy_function(self._length_after, [updates], tf.int64)
+        else:
+            length = tf.constant(self._length_after(0))
+        possible = self._window.possible_kinds()
+        index = self._window.index_among(possible)
+        with tf.control_dependencies([length]):
+            tf.switch_case(
+                index, [functools.partial(self._update, kinds) for kinds in possible]
+            )
+        self._window.open(length)
+        return True
+
+    def _update(self, kinds: tuple[int, ...]) -> None:
+        self._apply(self._window.mean(kinds))
+
+    def _apply(self, gradients: Iterable[Any]) -> None:
+        self._optimizer.apply_gradients(list(zip(gradients, self._variables)))
+
+    def _length_after(self, updates: Any) -> Any:
+        return np.int64(window_length(self._accumulation_steps, int(updates)))

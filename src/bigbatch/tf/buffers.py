@@ -1,0 +1,181 @@
+"""Where the gradients of a window are added up, variable by variable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from bigbatch.core.window import UNBOUNDED
+from bigbatch.errors import ContextError, explain
+from bigbatch.tf.compat import under_xla
+from bigbatch.tf.values import widened
+
+NOTHING, DENSE, ROWS = 0, 1, 2
+"""What a window holds for a variable; `DENSE | ROWS` if micro-batches gave both."""
+
+
+_ANY_SHAPE: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
+
+
+def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any:
+    """Return a variable of which every replica has its own value.
+
+    Args:
+        value: the initial value.
+        shape: the static shape, if the value may change its shape.
+        summed: whether the value of all replicas is their sum, or the first one's.
+    """
+    aggregation = tf.VariableAggregation
+    return tf.Variable(
+        value,
+        shape=shape,
+        trainable=False,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=aggregation.SUM if summed else aggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+class GradientBuffer:
+    """The weighted sum of one variable's gradients over a window, on each replica its own.
+
+    Dense gradients are added to one tensor. Rows (`IndexedSlices`) are appended to a list of
+    rows, which grows with the rows touched, not with the table, and keeps repeated indices
+    apart, as the full batch does. Neither takes memory before it is first needed: whether a
+    variable's gradients are dense or sparse is seen only when they arrive, perhaps in the
+    middle of a trace, where no variable can be created any more.
+    """
+
+    def __init__(self, variable: Any) -> None:
+        self.shape = tf.TensorShape(variable.shape)
+        self.dtype = widened(variable.dtype)
+        self._strategy = tf.distribute.get_strategy()
+        self._has_sum = False
+        self._sum = local_variable(tf.zeros([0], self.dtype), _ANY_SHAPE)
+        self._rows_per_microbatch = 0  # of a compiled function; see `_append_compiled`
+        if self.shape.rank:
+            inner = self.shape[1:]
+            self._values = local_variable(
+                tf.zeros([0, *inner], self.dtype), tf.TensorShape([None, *inner])
+            )
+            self._indices = local_variable(tf.zeros([0], tf.int64), tf.TensorShape([None]))
+            self._used = local_variable(tf.zeros([], tf.int64))
+
+    def fits(self, value: Any) -> bool:
+        """Say whether `value` can be a sum of this variable's gradients."""
+        if isinstance(value, tf.IndexedSlices):
+            return bool(self.shape.rank) and value.values.shape[1:] == self.shape[1:]
+        return value.shape == self.shape
+
+    def add(self, gradient: Any, weight: Any, window_length: Any) -> None:
+        """Add `weight * gradient`; a weight of zero adds nothing, even of a NaN.
+
+        `window_length` is the variable that holds how many micro-batches a window has.
+        """
+        rows = isinstance(gradient, tf.IndexedSlices)
+        value = tf.cast(gradient.values if rows else gradient, self.dtype)
+        value = tf.math.multiply_no_nan(value, tf.cast(weight, self.dtype))
+        if rows:
+            self._append(value, tf.cast(gradient.indices, tf.int64), window_length)
+        else:
+            self.allocate()
+            self._sum.assign_add(value)
+
+    def allocate(self) -> None:
+        """Take the memory for dense gradients, on every replica of this process."""
+        if not self._has_sum:
+            with tf.init_scope():
+                for local in self._strategy.experimental_local_results(self._sum):
+                    local.assign(tf.zeros(self.shape, self.dtype))
+            self._has_sum = True
+
+    def value(self, kind: int) -> Any:
+        """Return this replica's sum: a tensor, `IndexedSlices`, or `None` if there is none."""
+        if kind == NOTHING:
+            return None
+        if kind == DENSE:
+            return tf.ensure_shape(self._sum.read_value(), self.shape)
+        used = self._used.read_value()
+        capacity = tf.shape(self._indices.read_value(), tf.int64)[0]
+        with tf.control_dependencies(
+            [
+                tf.debugging.assert_less_equal(
+                    used,
+                    capacity,
+                    message="bigbatch: a function compiled with jit_compile=True accumulated "
+                    "more micro-batches than accumulation_steps and lost sparse rows",
+                )
+            ]
+        ):
+            values = self._values.read_value()[:used]
+        indices = self._indices.read_value()[:used]
+        if kind == ROWS:
+            return tf.IndexedSlices(values, indices)
+        # Dense in one micro-batch and sparse in another is dense over the whole window.
+        dense = tf.ensure_shape(self._sum.read_value(), self.shape)
+        return tf.tensor_scatter_nd_add(dense, indices[:, tf.newaxis], values)
+
+    def reset(self) -> None:
+        """Start over on this replica; a NaN does not survive, as it would `sum * 0`."""
+        self._sum.assign(tf.zeros_like(self._sum.read_value()))
+        if self.shape.rank:
+            self._used.assign(0)
+
+    def put(self, value: Any) -> None:
+        """Make `value` this replica's sum; called on an empty buffer."""
+        if isinstance(value, tf.IndexedSlices):
+            self._append(value.values, value.indices, window_length=None)
+        elif value is not None:
+            self._sum.assign(value)
+
+    def reserve_for(self, window_length: Any) -> None:
+        """Make room for a window of a function that was compiled and cannot grow buffers."""
+        if self._rows_per_microbatch:
+            self._reserve(tf.cast(window_length, tf.int64) * self._rows_per_microbatch)
+
+    def _append(self, values: Any, indices: Any, window_length: Any) -> None:
+        used = self._used.read_value()
+        count = tf.shape(indices, tf.int64)[0]
+        if under_xla():
+            self._prepare_compiled(indices.shape[0], window_length)
+        else:
+            self._reserve(used + count)
+        where = used + tf.range(count)
+        for variable, rows in ((self._values, values), (self._indices, indices)):
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=variable.handle, indices=where, updates=rows
+            )
+        self._used.assign_add(count)
+
+    def _prepare_compiled(self, rows: int | None, window_length: Any) -> None:
+        """XLA cannot change the shape of a variable: make room while tracing."""
+        with tf.init_scope():
+            length = int(window_length.read_value())
+            if rows is None or length == UNBOUNDED:
+                raise ContextError(
+                    explain(
+                        received="sparse gradients inside jit_compile=True, with "
+                        + (
+                            "an unknown number of rows" if length else "accumulation_steps=None"
+                        ),
+                        expected="a number of rows that is known: XLA cannot grow a buffer",
+                        fix="return the gradients from the compiled function and call "
+                        "accumulate() outside it",
+                    )
+                )
+            self._rows_per_microbatch = max(self._rows_per_microbatch, rows)
+            self.reserve_for(length)
+
+    def _reserve(self, rows: Any) -> None:
+        capacity = tf.shape(self._indices.read_value(), tf.int64)[0]
+
+        def grow() -> Any:
+            # At least doubled, so that appending costs a constant per row on the whole.
+            extra = tf.maximum(rows, 2 * capacity) - capacity
+            for variable in (self._values, self._indices):
+                old = variable.read_value()
+                shape = tf.concat([[extra], tf.shape(old, tf.int64)[1:]], 0)
+                variable.assign(tf.concat([old, tf.zeros(shape, old.dtype)], 0))
+            return True
+
+        tf.cond(rows > capacity, grow, lambda: False)

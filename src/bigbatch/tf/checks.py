@@ -1,0 +1,89 @@
+"""Checks of gradients and weights, before anything is changed by them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterable
+
+import tensorflow as tf
+
+from bigbatch.errors import ArgumentError, explain
+from bigbatch.tf.values import WEIGHT_DTYPE
+
+
+def checked_gradients(gradients: Iterable[Any], variables: list[Any]) -> list[Any]:
+    """Return the gradients as a list of tensors, `IndexedSlices` and `None` that fits."""
+    gradients = list(gradients)
+    if len(gradients) != len(variables):
+        raise ArgumentError(
+            explain(
+                received=f"{len(gradients)} gradients",
+                expected=f"one for each of the {len(variables)} variables, in their order",
+                fix="pass tape.gradient(loss, variables) with the variables given at the start",
+            )
+        )
+    if all(gradient is None for gradient in gradients):
+        raise ArgumentError(
+            explain(
+                received="no gradient for any variable (all None)",
+                expected="a gradient for at least one variable",
+                fix="compute the loss inside the tape, from the variables given at the start",
+            )
+        )
+    return [_checked_gradient(*pair) for pair in zip(gradients, variables)]
+
+
+def _checked_gradient(gradient: Any, variable: Any) -> Any:
+    if gradient is None:
+        return None
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient = tf.convert_to_tensor(gradient)
+    dense_shape = [None, *variable.shape[1:]]
+    rows = isinstance(gradient, tf.IndexedSlices)
+    shape = gradient.values.shape if rows else gradient.shape
+    expected = tf.TensorShape(dense_shape if rows else variable.shape)
+    if not gradient.dtype.is_floating or not shape.is_compatible_with(expected):
+        raise ArgumentError(
+            explain(
+                received=f"a gradient of shape {shape} and type {gradient.dtype.name} for the "
+                f"variable {variable.name!r}",
+                expected=f"shape {expected} and a floating-point type",
+                fix="pass the gradients in the order of the variables, as the tape gave them",
+            )
+        )
+    return gradient
+
+
+def checked_weight(weight: Any) -> Any:
+    """Return the weight as a scalar tensor that is finite and not negative.
+
+    Eagerly the value is checked now. In a graph an assertion does it when the graph runs
+    (under `jit_compile=True` XLA leaves assertions out).
+    """
+    try:
+        tensor = tf.convert_to_tensor(weight, dtype_hint=WEIGHT_DTYPE)
+    except (TypeError, ValueError):
+        raise _bad_weight(repr(weight)) from None
+    if tensor.shape.rank not in (0, None) or not (
+        tensor.dtype.is_floating or tensor.dtype.is_integer
+    ):
+        raise _bad_weight(f"{tensor.dtype.name} of shape {tensor.shape}")
+    tensor = tf.cast(tensor, WEIGHT_DTYPE)
+    if tf.executing_eagerly():
+        if not 0 <= float(tensor) < math.inf:
+            raise _bad_weight(str(float(tensor)))
+        return tensor
+    valid = tf.logical_and(tensor >= 0, tf.math.is_finite(tensor))
+    message = "bigbatch: the weight of a micro-batch must be finite and not negative; received"
+    with tf.control_dependencies([tf.debugging.Assert(valid, [message, tensor])]):
+        return tf.ensure_shape(tensor, [])
+
+
+def _bad_weight(received: str) -> ArgumentError:
+    return ArgumentError(
+        explain(
+            received=f"weight: {received}",
+            expected="a finite number or scalar tensor, zero or more",
+            fix="pass what the mean loss divides by, for example weight=tf.shape(x)[0]",
+        )
+    )

@@ -1,0 +1,41 @@
+"""TensorFlow names that are not public API, in one place; `tests/test_compat.py` pins them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.ops import control_flow_util
+
+
+def like_the_caller(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` converted by AutoGraph if, and only if, the calling code is.
+
+    bigbatch keeps AutoGraph out of its own code. What the user passes in must still be
+    treated as if the user's own `tf.function` had called it.
+    """
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(function, autograph.control_status_ctx())
+
+
+def under_xla() -> bool:
+    """Say whether the code being traced is inside `tf.function(jit_compile=True)`."""
+    return not tf.executing_eagerly() and bool(
+        control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    )
+
+
+@contextlib.contextmanager
+def outside_strategy_scope() -> Iterator[None]:
+    """Return a context that is outside any `strategy.scope()`, wherever the caller is.
+
+    There, and only there, a Keras optimizer can be handed gradients that have been reduced:
+    in the scope it looks for a replica context, on a replica it would reduce once more.
+    """
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()

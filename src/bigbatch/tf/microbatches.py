@@ -1,0 +1,198 @@
+"""Add up a function over the micro-batches of a batch, one micro-batch in memory at a time.
+
+Dense tensors are summed in at least float32, `IndexedSlices` are concatenated in the order
+of the batch, `None` stays `None`: what the gradient of a sum over the whole batch would be.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from bigbatch.core.window import whole_and_rest
+from bigbatch.tf.batch import Batch
+from bigbatch.tf.values import joined, widen
+
+
+def total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
+    """Return the sum of `compute(*micro_batch)` over the micro-batches of `batch`.
+
+    In a graph the loop is part of the graph. Eagerly it is a Python loop, so that `compute`
+    can be debugged.
+
+    Args:
+        compute: takes the arguments of a micro-batch, returns a nest of tensors,
+            `IndexedSlices` and `None`.
+        batch: the samples.
+        microbatch_size: samples per micro-batch; the last one may be smaller.
+
+    Returns:
+        The nest that `compute` returns. Half-precision leaves come back as float32, and
+        `IndexedSlices` without a `dense_shape`.
+    """
+    if not isinstance(batch.count, int):
+        return _dynamic_total(compute, batch, microbatch_size)
+    if batch.count and tf.executing_eagerly():
+        return _eager_total(compute, batch, microbatch_size)
+    return _static_total(compute, batch, microbatch_size)
+
+
+def _eager_total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
+    results: Any = None
+    totals: list[Any] = []
+    for start in range(0, batch.count, microbatch_size):
+        size = min(microbatch_size, batch.count - start)
+        results = compute(*batch.arguments(batch.rows(start, size)))
+        leaves = tf.nest.flatten(results)
+        totals = [_plus(*pair) for pair in zip(totals or [None] * len(leaves), leaves)]
+    totals = [joined(leaf) if isinstance(leaf, list) else leaf for leaf in totals]
+    return tf.nest.pack_sequence_as(results, totals)
+
+
+def _plus(so_far: Any, part: Any) -> Any:
+    """Add `part`; rows are only listed, and joined once at the end."""
+    if part is None:
+        return so_far
+    rows = isinstance(part, tf.IndexedSlices)
+    part = widen(part)
+    if so_far is None:
+        return [part] if rows else part
+    if rows and isinstance(so_far, list):
+        return [*so_far, part]
+    # Dense in one micro-batch and sparse in another is dense over the whole batch.
+    dense = tf.convert_to_tensor(joined(so_far) if isinstance(so_far, list) else so_far)
+    return dense + tf.convert_to_tensor(part)
+
+
+def _static_total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
+    """Add up with static shapes: the batch size is known. The rest costs a second trace."""
+    whole, rest = whole_and_rest(batch.count, microbatch_size)
+    micro = _Traced(compute, batch, microbatch_size if whole else rest)
+    if whole > 1:
+        totals = micro.loop(whole, microbatch_size)
+    elif batch.count:
+        totals = micro(0, microbatch_size if whole else rest)
+    else:
+        totals = micro.nothing(tf.constant(0))
+    if whole and rest:
+        tail = _Traced(compute, batch, rest)
+        with tf.control_dependencies(totals):
+            totals = micro.combined(totals, tail(whole * microbatch_size, rest))
+    return micro.packed(totals)
+
+
+def _dynamic_total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
+    """Add up a batch whose size is known only when the graph runs: one trace for all."""
+    whole, rest = whole_and_rest(batch.count, microbatch_size)
+    micro = _Traced(compute, batch, None)
+    # XLA also compiles the loop that a batch smaller than a micro-batch never enters.
+    totals = micro.loop(whole, tf.minimum(microbatch_size, batch.count))
+    # The rest stands apart from the loop: XLA compiles no slice whose size changes in one.
+    with tf.control_dependencies(totals):
+        tail = tf.cond(
+            rest > 0,
+            lambda: micro(whole * microbatch_size, rest),
+            lambda: micro.nothing(rest),
+        )
+    return micro.packed(micro.combined(totals, tail))
+
+
+class _Traced:
+    """`compute` traced once; its results as a flat list of tensors.
+
+    A dense result is one tensor, `IndexedSlices` are two (values, indices), `None` is none.
+    """
+
+    def __init__(self, compute: Callable[..., Any], batch: Batch, size: int | None) -> None:
+        self._batch = batch
+        self._kinds: Any = None
+
+        def flat(leaves: list[Any]) -> list[Any]:
+            results = compute(*batch.arguments(leaves))
+            self._kinds = tf.nest.map_structure(_kind, results)
+            tensors = []
+            for leaf in tf.nest.flatten(results):
+                if isinstance(leaf, tf.IndexedSlices):
+                    tensors += [widen(leaf.values), leaf.indices]
+                elif leaf is not None:
+                    tensors.append(widen(leaf))
+            return tensors
+
+        # A function of its own, so that the shapes of the results are known before the loop
+        # that adds them up is built. TensorFlow inlines it.
+        self._function = tf.function(flat, autograph=False).get_concrete_function(
+            batch.specs(size)
+        )
+        self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._function.outputs]
+        self._is_rows = []
+        for kind in tf.nest.flatten(self._kinds):
+            self._is_rows += {"none": [], "dense": [False], "rows": [True, True]}[kind]
+
+    def __call__(self, start: Any, size: Any) -> list[Any]:
+        """Return the results for the samples from `start` on."""
+        leaves = [leaf for leaf in self._batch.rows(start, size) if leaf is not None]
+        return list(self._function(*tf.nest.flatten(leaves, expand_composites=True)))
+
+    def nothing(self, zero: Any) -> list[Any]:
+        """Return the results of no samples; `zero` is a tensor that holds 0 at run time."""
+        # A constant would be folded into the graph and stay in memory for ever: one more
+        # gradient set. A fill with a value that is not known beforehand is not.
+        return [
+            tf.zeros([0, *spec.shape[1:]], spec.dtype)
+            if is_rows
+            else tf.fill(spec.shape, tf.cast(zero, spec.dtype))
+            for spec, is_rows in zip(self._specs, self._is_rows)
+        ]
+
+    def combined(self, totals: list[Any], tail: list[Any]) -> list[Any]:
+        """Return the results of two parts of the batch as one."""
+        return [
+            tf.concat([so_far, part], 0) if is_rows else so_far + part
+            for so_far, part, is_rows in zip(totals, tail, self._is_rows)
+        ]
+
+    def packed(self, totals: list[Any]) -> Any:
+        """Return `totals` in the structure of the results of `compute`."""
+        left = iter(totals)
+        leaves = []
+        for kind in tf.nest.flatten(self._kinds):
+            if kind == "rows":
+                leaves.append(tf.IndexedSlices(next(left), next(left)))
+            else:
+                leaves.append(None if kind == "none" else next(left))
+        return tf.nest.pack_sequence_as(self._kinds, leaves)
+
+    def loop(self, whole: Any, size: Any) -> list[Any]:
+        """Return the sum of the results over `whole` micro-batches of `size` samples."""
+
+        def body(index: Any, so_far: list[Any]) -> tuple[Any, list[Any]]:
+            # A micro-batch waits until the one before it is added up, or two would be in
+            # memory at the same time.
+            with tf.control_dependencies([t for t in so_far if tf.is_tensor(t)]):
+                parts = self(index * size, size)
+            return index + 1, [
+                total.write(index, part) if is_rows else total + part
+                for total, part, is_rows in zip(so_far, parts, self._is_rows)
+            ]
+
+        zero = tf.minimum(whole, 0)
+        start = [
+            tf.TensorArray(spec.dtype, whole, infer_shape=False, element_shape=spec.shape)
+            if is_rows
+            else empty
+            for spec, empty, is_rows in zip(self._specs, self.nothing(zero), self._is_rows)
+        ]
+        _, totals = tf.while_loop(
+            lambda index, _: index < whole, body, (tf.constant(0), start), parallel_iterations=1
+        )
+        return [
+            total.concat() if is_rows else total
+            for total, is_rows in zip(totals, self._is_rows)
+        ]
+
+
+def _kind(leaf: Any) -> str:
+    if leaf is None:
+        return "none"
+    return "rows" if isinstance(leaf, tf.IndexedSlices) else "dense"

@@ -1,0 +1,48 @@
+"""What bigbatch needs to know of an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bigbatch.errors import ArgumentError, explain
+
+
+def is_keras(optimizer: Any) -> bool:
+    """Say whether this is a Keras 3 optimizer, whose `apply` may be traced into a graph."""
+    return all(hasattr(optimizer, name) for name in ("apply", "build", "built"))
+
+
+def prepare(optimizer: Any, variables: list[Any]) -> None:
+    """Check that `optimizer` can update `variables`; create its state as `apply` would.
+
+    State must exist before an update is traced: a graph cannot create variables later on.
+    """
+    if not callable(getattr(optimizer, "apply_gradients", None)):
+        raise ArgumentError(
+            explain(
+                received=f"optimizer={optimizer!r} ({type(optimizer).__name__})",
+                expected="an object with a method apply_gradients(pairs)",
+                fix="pass a Keras optimizer, for example keras.optimizers.Adam()",
+            )
+        )
+    if not is_keras(optimizer):
+        return
+    if not optimizer.built:
+        optimizer.build(variables)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    known = {id(_native(variable)) for variable in inner._trainable_variables}
+    unknown = [v.name for v in variables if id(_native(v)) not in known]
+    if unknown:
+        raise ArgumentError(
+            explain(
+                received=f"variables the optimizer was not built with: {', '.join(unknown)}",
+                expected="variables of this optimizer",
+                fix="pass a new optimizer, or call optimizer.build with all variables first",
+            )
+        )
+
+
+def _native(variable: Any) -> Any:
+    """Return the `tf.Variable` inside a Keras variable, and any other variable as it is."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value

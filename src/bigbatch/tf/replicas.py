@@ -1,0 +1,78 @@
+"""The replicas of a `tf.distribute` strategy, and the one reduction per update."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+
+
+def inside_one_of_many() -> bool:
+    """Say whether the calling code runs inside `strategy.run` on several replicas."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and context.num_replicas_in_sync > 1
+
+
+def sum_from_inside(value: Any) -> Any:
+    """Return the sum of `value` over all replicas; called on each of them."""
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def sum_from_outside(strategy: Any, local: Callable[[], list[Any]]) -> list[Any]:
+    """Return the sum over all replicas of what `local()` returns on each.
+
+    All dense tensors travel as one packed tensor: one reduction, however many there are.
+    The rows of `IndexedSlices` are gathered, so that rows of other replicas are simply more
+    rows. Called outside `strategy.run`, in a graph.
+
+    Args:
+        strategy: the strategy whose replicas are summed over.
+        local: returns this replica's list of tensors, `IndexedSlices` and `None`; the same
+            kinds on every replica.
+
+    Returns:
+        The list, summed; the values are on the first local replica's device.
+    """
+    if strategy.num_replicas_in_sync == 1:
+        return _first_local(strategy, strategy.run(local))
+
+    def reduced() -> list[Any]:
+        values = local()
+        context = tf.distribute.get_replica_context()
+        dense = [value for value in values if isinstance(value, tf.Tensor)]
+        sums = iter(_unpacked(sum_from_inside(_packed(dense)), dense))
+        return [
+            next(sums) if isinstance(value, tf.Tensor) else _gathered(context, value)
+            for value in values
+        ]
+
+    return _first_local(strategy, strategy.run(reduced))
+
+
+def _packed(tensors: list[Any]) -> Any:
+    dtype = tf.float64 if any(t.dtype == tf.float64 for t in tensors[1:]) else tf.float32
+    return tf.concat([tf.cast(tf.reshape(t, [-1]), dtype) for t in tensors], 0)
+
+
+def _unpacked(packed: Any, like: list[Any]) -> list[Any]:
+    parts = tf.split(packed, [tf.size(tensor) for tensor in like])
+    return [
+        tf.cast(tf.reshape(part, tf.shape(tensor)), tensor.dtype)
+        for part, tensor in zip(parts, like)
+    ]
+
+
+def _gathered(context: Any, rows: Any) -> Any:
+    if rows is None:
+        return None
+    return tf.IndexedSlices(
+        context.all_gather(rows.values, axis=0), context.all_gather(rows.indices, axis=0)
+    )
+
+
+def _first_local(strategy: Any, values: list[Any]) -> list[Any]:
+    return [
+        None if value is None else strategy.experimental_local_results(value)[0]
+        for value in values
+    ]

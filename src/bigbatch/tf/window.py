@@ -1,0 +1,247 @@
+"""The state of a window: what has been accumulated since the last update."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from bigbatch.errors import ArgumentError, ContextError, explain
+from bigbatch.tf import replicas
+from bigbatch.tf.buffers import DENSE, NOTHING, ROWS, GradientBuffer, local_variable
+from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.values import WEIGHT_DTYPE, as_gradient_of
+
+
+class GradientWindow:
+    """Sums of weighted gradients, their weight and their number, kept replica by replica.
+
+    Args:
+        variables: the variables whose gradients are accumulated.
+        length: micro-batches in the first window.
+    """
+
+    def __init__(self, variables: list[Any], length: int) -> None:
+        self.strategy = tf.distribute.get_strategy()
+        self._is_distributed = tf.distribute.has_strategy()
+        self._variables = variables
+        self._buffers = [GradientBuffer(variable) for variable in variables]
+        self.micro_batches = local_variable(tf.zeros([], tf.int64), summed=False)
+        self._weight = local_variable(tf.zeros([], WEIGHT_DTYPE))
+        self._kinds = local_variable(tf.zeros([len(variables)], tf.int32), summed=False)
+        self.updates = _global_variable(0)
+        self.length = _global_variable(length)
+        self._kinds_seen: set[tuple[int, ...]] = set()
+        # Reductions over replicas are packed only in a graph.
+        self._compiled_sums = tf.function(self._sums, autograph=False)
+        self._compiled_reset = tf.function(self._reset, autograph=False)
+
+    def refuse_replica_context(self, name: str) -> None:
+        """Raise if the calling code runs inside `strategy.run`."""
+        context: Any = tf.distribute.get_replica_context()
+        is_ours = self._is_distributed and context is not None
+        if replicas.inside_one_of_many() or (is_ours and context.strategy is self.strategy):
+            raise ContextError(
+                explain(
+                    received=f"{name} inside strategy.run",
+                    expected=f"{name} outside strategy.run: it concerns all replicas at once",
+                    fix="call accumulate inside strategy.run and this after it, for example "
+                    f"strategy.run(micro_batch, args=(x, y)); accumulator.{name}",
+                )
+            )
+
+    def refuse_wrong_replica(self) -> None:
+        """Raise if the calling code is not where this window's gradients come from."""
+        context = tf.distribute.get_replica_context()
+        if self.strategy.num_replicas_in_sync > 1:
+            if context is None or context.strategy is not self.strategy:
+                raise ContextError(
+                    explain(
+                        received="accumulate() outside strategy.run",
+                        expected="accumulate() on each replica, inside strategy.run",
+                        fix="strategy.run(micro_batch, args=(x, y)) with accumulate() in "
+                        "micro_batch",
+                    )
+                )
+        elif replicas.inside_one_of_many():
+            raise ContextError(
+                explain(
+                    received="accumulate() inside strategy.run of an accumulator that was "
+                    "built outside strategy.scope()",
+                    expected="an accumulator that knows the strategy",
+                    fix="with strategy.scope(): accumulator = GradientAccumulator(...)",
+                )
+            )
+
+    def add(self, gradients: list[Any], weight: Any) -> None:
+        """Add one micro-batch on this replica; the arguments have been checked."""
+        kinds = tuple(_kind(gradient) for gradient in gradients)
+        self._kinds_seen.add(kinds)
+        # The assertion that guards the weight comes before every change.
+        with tf.control_dependencies([] if tf.executing_eagerly() else [weight]):
+            for buffer, gradient in zip(self._buffers, gradients):
+                if gradient is not None:
+                    buffer.add(gradient, weight, self.length)
+            self._kinds.assign(tf.bitwise.bitwise_or(self._kinds.read_value(), list(kinds)))
+            self._weight.assign_add(weight)
+            self.micro_batches.assign_add(1)
+
+    def total_weight(self) -> Any:
+        """Return the weight of the window, over all replicas."""
+        with outside_strategy_scope():
+            return self._weight.read_value()
+
+    def kinds_now(self) -> tuple[int, ...]:
+        """Return what the window holds for each variable; called eagerly."""
+        return tuple(self._kinds.read_value().numpy().tolist())
+
+    def possible_kinds(self) -> list[tuple[int, ...]]:
+        """Return what windows can hold, as far as it is known while a graph is traced."""
+        with tf.init_scope():
+            known = self._kinds_seen | {self.kinds_now()}
+        possible: set[tuple[int, ...]] = set()
+        for kinds in known:
+            possible |= {kinds} | {_union(kinds, other) for other in possible}
+        return sorted(kinds for kinds in possible if any(kinds))
+
+    def index_among(self, possible: list[tuple[int, ...]]) -> Any:
+        """Return which of `possible` the window holds; an assertion fails if it is none."""
+        matches = tf.reduce_all(tf.constant(possible) == self._kinds.read_value(), axis=1)
+        message = (
+            "bigbatch: the window holds gradients of variables that had none when this "
+            "tf.function was traced. Trace it after the first accumulate() of each kind, or "
+            "call it outside tf.function."
+        )
+        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(matches), [message])]):
+            return tf.argmax(tf.cast(matches, tf.int32), output_type=tf.int32)
+
+    def mean(self, kinds: tuple[int, ...]) -> list[Any]:
+        """Return the weighted mean over micro-batches and replicas, as a tape would give it."""
+        weight, *sums = self._sums(kinds)
+        # Zero if every micro-batch had weight zero: then so is the mean.
+        scale = tf.math.reciprocal_no_nan(tf.cast(weight, WEIGHT_DTYPE))
+        return [
+            as_gradient_of(variable, value, scale)
+            for variable, value in zip(self._variables, sums)
+        ]
+
+    def open(self, length: Any) -> None:
+        """Begin the next window, after an update."""
+        self.reset()
+        self.updates.assign_add(1)
+        self.length.assign(length)
+        for buffer in self._buffers:
+            buffer.reserve_for(length)
+
+    def reset(self) -> None:
+        """Forget what the window holds."""
+        with outside_strategy_scope():
+            self._compiled_reset()
+
+    def snapshot(self) -> dict[str, np.ndarray]:
+        """Return the window as arrays, summed over the replicas."""
+        with outside_strategy_scope():
+            kinds = self.kinds_now()
+            weight, *sums = self._compiled_sums(kinds)
+            arrays = {
+                "updates": self.updates.read_value().numpy(),
+                "micro_batches": self.micro_batches.read_value().numpy(),
+                "weight": weight.numpy(),
+                "kinds": np.array(kinds, np.int32),
+            }
+        for index, value in enumerate(sums):
+            if isinstance(value, tf.IndexedSlices):
+                arrays[f"values_{index}"] = value.values.numpy()
+                arrays[f"indices_{index}"] = value.indices.numpy()
+            elif value is not None:
+                arrays[f"sum_{index}"] = value.numpy()
+        return arrays
+
+    def restore(self, arrays: Mapping[str, np.ndarray], length: int) -> None:
+        """Make the window what `snapshot` returned, whatever the number of replicas was."""
+        sums = self._checked_sums(arrays)
+        self.reset()
+        for buffer, value in zip(self._buffers, sums):
+            if isinstance(value, tf.Tensor):
+                with outside_strategy_scope():
+                    buffer.allocate()
+
+        def put() -> None:
+            self._kinds.assign(arrays["kinds"])
+            self.micro_batches.assign(arrays["micro_batches"])
+            # The sum over all replicas goes to the first; the others hold zero.
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            if tf.get_static_value(replica) == 0:
+                self._weight.assign(arrays["weight"])
+                for buffer, value in zip(self._buffers, sums):
+                    buffer.put(value)
+
+        with outside_strategy_scope():
+            tf.function(lambda: self.strategy.run(put), autograph=False)()
+            self.updates.assign(arrays["updates"])
+            self.length.assign(length)
+
+    def _checked_sums(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
+        """Return the sums among `arrays`, or raise if they are not of these variables."""
+        sums: list[Any] = []
+        for index in range(len(self._buffers)):
+            if f"sum_{index}" in arrays:
+                sums.append(tf.constant(arrays[f"sum_{index}"]))
+            elif f"values_{index}" in arrays:
+                values, indices = arrays[f"values_{index}"], arrays[f"indices_{index}"]
+                sums.append(tf.IndexedSlices(tf.constant(values), tf.constant(indices)))
+            else:
+                sums.append(None)
+        fits = len(arrays["kinds"]) == len(self._buffers) and all(
+            value is None or buffer.fits(value) for buffer, value in zip(self._buffers, sums)
+        )
+        if not fits:
+            raise ArgumentError(
+                explain(
+                    received=f"a checkpoint of an accumulator for {len(arrays['kinds'])} "
+                    "variables, or for variables of other shapes",
+                    expected=f"one for these {len(self._buffers)} variables",
+                    fix="build the accumulator with the variables it was saved with",
+                )
+            )
+        return sums
+
+    def _sums(self, kinds: tuple[int, ...]) -> list[Any]:
+        """Return the weight and the sums of the window over all replicas."""
+        wide = any(buffer.dtype == tf.float64 for buffer in self._buffers)
+
+        def local() -> list[Any]:
+            # The weight travels with the gradients, in their type: one reduction for all.
+            weight = tf.cast(self._weight.read_value(), WEIGHT_DTYPE if wide else tf.float32)
+            return [weight, *(b.value(kind) for b, kind in zip(self._buffers, kinds))]
+
+        return replicas.sum_from_outside(self.strategy, local)
+
+    def _reset(self) -> None:
+        def local() -> None:
+            for buffer in self._buffers:
+                buffer.reset()
+            self._kinds.assign(tf.zeros_like(self._kinds.read_value()))
+            self._weight.assign(0)
+            self.micro_batches.assign(0)
+
+        self.strategy.run(local)
+
+
+def _global_variable(value: int) -> Any:
+    return tf.Variable(
+        tf.constant(value, tf.int64),
+        trainable=False,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
+
+
+def _kind(gradient: Any) -> int:
+    if gradient is None:
+        return NOTHING
+    return ROWS if isinstance(gradient, tf.IndexedSlices) else DENSE
+
+
+def _union(kinds: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(one | two for one, two in zip(kinds, other))
