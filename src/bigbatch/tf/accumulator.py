@@ -32,19 +32,18 @@ class GradientAccumulator(tf.train.experimental.PythonState):
 
     Under a `tf.distribute` strategy build it in `strategy.scope()`, call `accumulate` inside
     `strategy.run` (it communicates nothing) and `apply_when_full` and `flush` outside (they
-    reduce once). g is then the gradient of the replica's own mean. How to pass it:
+    reduce once). g is then the gradient of the replica's own mean. With `replicas =
+    strategy.num_replicas_in_sync` and `samples` this replica's part of the micro-batch:
 
-    | loss computed with | differentiate | weight |
-    |---|---|---|
-    | `tf.reduce_mean(per_sample)` | `loss` | `samples` |
-    | a Keras loss object (it divides by `replicas`) | `loss * replicas` | `samples` |
-    | `tf.nn.compute_average_loss(per_sample, global_batch_size=n)` | `loss * replicas` |
-    `n / replicas` |
+    - `tf.reduce_mean(per_sample)`: differentiate `loss`; `weight=samples`;
+    - a Keras loss object, which divides by `replicas`: differentiate `loss * replicas`;
+      `weight=samples`;
+    - `tf.nn.compute_average_loss(per_sample, global_batch_size=n)`, n counting the
+      micro-batch on all replicas: differentiate `loss * replicas`; `weight=n / replicas`.
 
-    where `samples` counts this replica's samples in the micro-batch, `n` those of all
-    replicas, and `replicas = strategy.num_replicas_in_sync`. With a `LossScaleOptimizer`, differentiate
-    `optimizer.scale_loss(loss)` and pass the scaled gradients: an infinity or NaN in any
-    micro-batch on any replica skips the whole update and lowers the scale.
+    With a `LossScaleOptimizer` differentiate `optimizer.scale_loss(loss)` and pass the
+    scaled gradients: an infinity or NaN in any micro-batch on any replica skips the whole
+    update and lowers the scale.
 
     It can be saved in the middle of a window: `tf.train.Checkpoint(accumulator=accumulator)`.
 
@@ -175,7 +174,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """Return the state as bytes; called by `tf.train.Checkpoint`."""
         file = io.BytesIO()
-        np.savez(file, allow_pickle=False, **self._window.snapshot())
+        np.savez(file, **self._window.snapshot())
         return file.getvalue()
 
     def deserialize(self, string_value: bytes) -> None:

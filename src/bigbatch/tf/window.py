@@ -39,9 +39,9 @@ class GradientWindow:
 
     def refuse_replica_context(self, name: str) -> None:
         """Raise if the calling code runs inside `strategy.run`."""
-        context: Any = tf.distribute.get_replica_context()
-        is_ours = self._is_distributed and context is not None
-        if replicas.inside_one_of_many() or (is_ours and context.strategy is self.strategy):
+        context = tf.distribute.get_replica_context()
+        is_ours = context is not None and context.strategy is self.strategy
+        if replicas.inside_one_of_many() or (self._is_distributed and is_ours):
             raise ContextError(
                 explain(
                     received=f"{name} inside strategy.run",
@@ -139,7 +139,7 @@ class GradientWindow:
         with outside_strategy_scope():
             self._compiled_reset()
 
-    def snapshot(self) -> dict[str, np.ndarray]:
+    def snapshot(self) -> dict[str, Any]:
         """Return the window as arrays, summed over the replicas."""
         with outside_strategy_scope():
             kinds = self.kinds_now()

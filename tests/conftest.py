@@ -1,0 +1,27 @@
+"""What every test process needs: a quiet TensorFlow with two CPUs, and the strategy on them."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import pytest
+import tensorflow as tf
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
+tf.get_logger().setLevel("ERROR")
+
+
+@pytest.fixture(scope="session")
+def mirrored() -> tf.distribute.Strategy:
+    """The strategy on two CPUs; one for all tests, as a second one would reuse its keys."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    keras.utils.set_random_seed(0)

@@ -1,0 +1,112 @@
+"""Promise 3: the optimizer is left alone; it gets one gradient list per update."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from problems import dense_problem, optimizers
+
+import bigbatch
+
+
+class Recorder:
+    """The smallest optimizer there is: plain Python, keeps what it is given."""
+
+    def __init__(self):
+        self.updates = []
+
+    def apply_gradients(self, pairs):
+        self.updates.append(list(pairs))
+        for gradient, variable in pairs:
+            if gradient is not None:
+                variable.assign_sub(gradient)
+
+
+def test_any_object_with_apply_gradients_gets_one_list_per_update():
+    w, v = tf.Variable(1.0), tf.Variable([1.0, 2.0])
+    recorder = Recorder()
+    accumulator = bigbatch.GradientAccumulator(recorder, [w, v], accumulation_steps=2)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        accumulator.accumulate([tf.constant(value), None])
+        accumulator.apply_when_full()
+    assert [float(update[0][0]) for update in recorder.updates] == [1.5, 3.5]
+    assert all(update[1] == (None, v) for update in recorder.updates)
+    assert all(update[0][1] is w for update in recorder.updates)
+
+
+@pytest.mark.parametrize("name", optimizers())
+def test_configuration_and_counters_stay_the_users(name):
+    problem = dense_problem()
+    model, optimizer = problem.build(optimizers()[name])
+    before = optimizer.get_config()
+    accumulator = bigbatch.GradientAccumulator(
+        optimizer, model.trainable_variables, accumulation_steps=3
+    )
+    for _ in range(6):
+        gradients = [tf.ones_like(variable) for variable in model.trainable_variables]
+        accumulator.accumulate(gradients)
+        accumulator.apply_when_full()
+    assert int(optimizer.iterations) == 2
+    assert type(optimizer).__module__.startswith("keras.")
+    assert {k: v for k, v in optimizer.get_config().items() if k != "learning_rate"} == {
+        k: v for k, v in before.items() if k != "learning_rate"
+    }
+
+
+def test_the_learning_rate_can_be_changed_between_updates():
+    w = tf.Variable(0.0)
+    optimizer = keras.optimizers.SGD(1.0)
+    accumulator = bigbatch.GradientAccumulator(optimizer, [w], accumulation_steps=1)
+    for rate in (1.0, 0.5):
+        optimizer.learning_rate = rate
+        accumulator.accumulate([tf.constant(1.0)])
+        accumulator.apply_when_full()
+    assert float(w) == -1.5
+
+
+def loss_scaled(in_graph):
+    w = tf.Variable([1.0, 2.0])
+    optimizer = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0, momentum=0.9), initial_scale=8.0
+    )
+    accumulator = bigbatch.GradientAccumulator(optimizer, [w], accumulation_steps=2)
+
+    def micro_batch(factor):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(w * factor))
+        accumulator.accumulate(tape.gradient(loss, [w]))
+
+    return w, optimizer, accumulator, tf.function(micro_batch) if in_graph else micro_batch
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_loss_scaling_is_undone_once(in_graph):
+    w, optimizer, accumulator, micro_batch = loss_scaled(in_graph)
+    for factor in (1.0, 2.0):
+        micro_batch(tf.constant(factor))
+    assert accumulator.apply_when_full()
+    np.testing.assert_allclose(w, [1.0 - 1.5, 2.0 - 1.5])
+    assert float(optimizer.dynamic_scale) == 8.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_value_that_is_not_finite_skips_the_whole_update_and_leaves_no_trace(
+    in_graph, position, bad
+):
+    w, optimizer, accumulator, micro_batch = loss_scaled(in_graph)
+    factors = [1.0, 1.0]
+    factors[position] = bad
+    for factor in factors:
+        micro_batch(tf.constant(factor, tf.float32))
+    accumulator.apply_when_full()
+    np.testing.assert_array_equal(w, [1.0, 2.0])
+    assert float(optimizer.dynamic_scale) == 4.0
+    assert int(optimizer.iterations) == 0
+    for factor in (1.0, 2.0):
+        micro_batch(tf.constant(factor))
+    accumulator.apply_when_full()
+    np.testing.assert_allclose(w, [1.0 - 1.5, 2.0 - 1.5])

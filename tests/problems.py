@@ -1,0 +1,108 @@
+"""Models, data and optimizers for the contract tests, and full-batch training to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# Rounding only: float64 has 16 digits, float32 seven; several Adam updates multiply the
+# difference by about ten. Every mistake this suite knows is larger by orders of magnitude.
+TOLERANCE = {"float64": 1e-12, "float32": 5e-6}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model with its loss and a batch of data, made anew from the same seed each time."""
+
+    make_model: Callable[[], keras.Model]
+    x: Any
+    y: Any
+    dtype: str
+
+    def build(self, make_optimizer: Callable[[], Any]) -> tuple[Any, Any]:
+        keras.utils.set_random_seed(7)
+        return self.make_model(), make_optimizer()
+
+    def per_sample(self, model: Any, x: Any, y: Any) -> Any:
+        """Return the loss of each sample."""
+        return tf.reduce_mean(tf.square(y - model(x, training=True)), axis=-1)
+
+    def mean_loss(self, model: Any, x: Any, y: Any) -> Any:
+        return tf.reduce_mean(self.per_sample(model, x, y))
+
+
+def dense_problem(dtype: str = "float64", samples: int = 24) -> Problem:
+    def make_model() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((5,), dtype=dtype),
+                keras.layers.Dense(7, activation="tanh", dtype=dtype),
+                keras.layers.Dense(3, dtype=dtype),
+            ]
+        )
+
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(samples, 5)), rng.normal(size=(samples, 3))
+    return Problem(make_model, x.astype(dtype), y.astype(dtype), dtype)
+
+
+def embedding_problem(dtype: str = "float64", samples: int = 24, rows: int = 30) -> Problem:
+    """Rows of the table repeat within and across micro-batches."""
+
+    def make_model() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((4,), dtype="int32"),
+                keras.layers.Embedding(rows, 3, dtype=dtype),
+                keras.layers.Flatten(dtype=dtype),
+                keras.layers.Dense(3, dtype=dtype),
+            ]
+        )
+
+    rng = np.random.default_rng(2)
+    x, y = rng.integers(0, rows, (samples, 4)), rng.normal(size=(samples, 3))
+    return Problem(make_model, x.astype("int32"), y.astype(dtype), dtype)
+
+
+def optimizers() -> dict[str, Callable[[], Any]]:
+    """Optimizers in which a second, missing or mis-scaled update shows at once."""
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+    return {
+        "sgd": lambda: keras.optimizers.SGD(schedule, momentum=0.9, clipnorm=0.05),
+        "adam": lambda: keras.optimizers.Adam(
+            schedule, global_clipnorm=0.02, use_ema=True, ema_overwrite_frequency=2
+        ),
+        "adamw": lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, clipvalue=0.01),
+    }
+
+
+def train_full_batch(problem: Problem, make_optimizer: Callable[[], Any], updates: int) -> Any:
+    """Return the model after plain training: the reference of every equality test."""
+    model, optimizer = problem.build(make_optimizer)
+    for _ in range(updates):
+        with tf.GradientTape() as tape:
+            loss = problem.mean_loss(model, problem.x, problem.y)
+        variables = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+    assert int(optimizer.iterations.numpy()) == updates
+    return model
+
+
+def largest_difference(model: Any, other: Any) -> float:
+    """Return the largest difference between any two weights of two models."""
+    pairs = zip(model.get_weights(), other.get_weights())
+    return max(float(np.max(np.abs(one - two))) for one, two in pairs)
+
+
+def cut(problem: Problem, sizes: list[int]) -> list[tuple[Any, Any]]:
+    """Return the batch of a problem as micro-batches of the given sizes."""
+    assert sum(sizes) == len(problem.x)
+    ends = np.cumsum(sizes)
+    return [
+        (tf.constant(problem.x[end - size : end]), tf.constant(problem.y[end - size : end]))
+        for size, end in zip(sizes, ends)
+    ]
