@@ -1,4 +1,4 @@
-"""Models, data and optimizers for the contract tests, and full-batch training to compare with."""
+"""Models, data and optimizers for the tests, and full-batch training to compare with."""
 
 from __future__ import annotations
 

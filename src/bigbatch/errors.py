@@ -6,6 +6,10 @@ from __future__ import annotations
 class BigbatchError(Exception):
     """Base class of every error bigbatch raises itself."""
 
+    # AutoGraph re-raises an error from traced code as itself only if it finds this very
+    # constructor; any other error becomes its own StagingError.
+    __init__ = Exception.__init__
+
 
 class ArgumentError(BigbatchError, ValueError, TypeError):
     """An argument is wrong.

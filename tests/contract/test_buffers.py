@@ -174,4 +174,6 @@ def test_half_precision_variables_get_gradients_as_from_a_tape():
     assert loss.dtype == tf.float32
     # One rounding to bfloat16 (8 bits) of the exact mean, not 64 of them.
     expected = np.mean(x.numpy().astype("float64"), 0)
-    np.testing.assert_allclose(gradient.numpy().astype("float64"), expected, rtol=2**-8, atol=1e-3)
+    np.testing.assert_allclose(
+        gradient.numpy().astype("float64"), expected, rtol=2**-8, atol=1e-3
+    )

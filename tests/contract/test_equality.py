@@ -11,6 +11,9 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import bigbatch
+
 from problems import (
     TOLERANCE,
     Problem,
@@ -21,8 +24,6 @@ from problems import (
     optimizers,
     train_full_batch,
 )
-
-import bigbatch
 
 PARTITIONS = {
     "equal": [6, 6, 6, 6],
@@ -181,7 +182,9 @@ class Law:
     def accumulate(self, rows: np.ndarray) -> None:
         gradient = np.zeros(4)
         if len(rows):
-            gradient = 2 * (self.x[rows] @ self.initial - self.y[rows]) @ self.x[rows] / len(rows)
+            gradient = (
+                2 * (self.x[rows] @ self.initial - self.y[rows]) @ self.x[rows] / len(rows)
+            )
         self.accumulator.accumulate([gradient], weight=len(rows))
 
     def check_is_full_batch(self) -> None:

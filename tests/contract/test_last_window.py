@@ -6,9 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from problems import cut, dense_problem, largest_difference, optimizers
 
 import bigbatch
+
+from problems import cut, dense_problem, largest_difference, optimizers
 
 
 def make(accumulation_steps, learning_rate=1.0):

@@ -6,9 +6,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from problems import dense_problem, optimizers
 
 import bigbatch
+
+from problems import dense_problem, optimizers
 
 
 class Recorder:

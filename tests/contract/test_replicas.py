@@ -9,6 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+
+import bigbatch
+from bigbatch.errors import ContextError
+
 from problems import (
     TOLERANCE,
     dense_problem,
@@ -17,9 +21,6 @@ from problems import (
     optimizers,
     train_full_batch,
 )
-
-import bigbatch
-from bigbatch.errors import ContextError
 
 # Samples of each replica in each micro-batch of a window; all windows hold 24 samples.
 SHARES = {
@@ -202,7 +203,9 @@ def operations(function):
 
 def communication(function):
     kinds = operations(function)
-    return {op: n for op, n in kinds.items() if "Collective" in op or "Nccl" in op or op == "AddN"}
+    return {
+        op: n for op, n in kinds.items() if "Collective" in op or "Nccl" in op or op == "AddN"
+    }
 
 
 def test_micro_batches_communicate_nothing_and_updates_reduce_once(mirrored):
@@ -317,7 +320,7 @@ def test_accumulate_outside_strategy_run_is_refused(mirrored, in_scope):
         w = tf.Variable(1.0)
         accumulator = bigbatch.GradientAccumulator(keras.optimizers.SGD(), [w])
     with mirrored.scope() if in_scope else contextlib.nullcontext():
-        with pytest.raises(ContextError, match="inside strategy.run"):
+        with pytest.raises(ContextError, match="inside strategy"):
             accumulator.accumulate([tf.constant(1.0)])
         assert int(accumulator.step) == 0
 

@@ -69,7 +69,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         >>> accumulator.accumulate([tf.constant(0.75)], weight=1)  # a short micro-batch
         >>> accumulator.apply_when_full()
         True
-        >>> w.numpy()  # 1 - (3 * 0.25 + 1 * 0.75) / 4
+        >>> float(w)  # 1 - (3 * 0.25 + 1 * 0.75) / 4
         0.625
     """
 

@@ -1,4 +1,4 @@
-"""TensorFlow names that are not public API, in one place; `tests/test_compat.py` pins them."""
+"""Names of TensorFlow and Keras that are not public; `tests/test_compat.py` pins them."""
 
 from __future__ import annotations
 
@@ -39,3 +39,8 @@ def outside_strategy_scope() -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return the variables a Keras 3 optimizer was built with."""
+    return list(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables)

@@ -74,7 +74,7 @@ def _static_total(compute: Callable[..., Any], batch: Batch, microbatch_size: in
     elif batch.count:
         totals = micro(0, microbatch_size if whole else rest)
     else:
-        totals = micro.nothing(tf.constant(0))
+        totals = micro.nothing()
     if whole and rest:
         tail = _Traced(compute, batch, rest)
         with tf.control_dependencies(totals):
@@ -90,12 +90,12 @@ def _dynamic_total(compute: Callable[..., Any], batch: Batch, microbatch_size: i
     totals = micro.loop(whole, tf.minimum(microbatch_size, batch.count))
     # The rest stands apart from the loop: XLA compiles no slice whose size changes in one.
     with tf.control_dependencies(totals):
-        tail = tf.cond(
+        totals = tf.cond(
             rest > 0,
-            lambda: micro(whole * microbatch_size, rest),
-            lambda: micro.nothing(rest),
+            lambda: micro.combined(totals, micro(whole * microbatch_size, rest)),
+            lambda: totals,
         )
-    return micro.packed(micro.combined(totals, tail))
+    return micro.packed(totals)
 
 
 class _Traced:
@@ -134,14 +134,10 @@ class _Traced:
         leaves = [leaf for leaf in self._batch.rows(start, size) if leaf is not None]
         return list(self._function(*tf.nest.flatten(leaves, expand_composites=True)))
 
-    def nothing(self, zero: Any) -> list[Any]:
-        """Return the results of no samples; `zero` is a tensor that holds 0 at run time."""
-        # A constant would be folded into the graph and stay in memory for ever: one more
-        # gradient set. A fill with a value that is not known beforehand is not.
+    def nothing(self) -> list[Any]:
+        """Return the results of no samples."""
         return [
-            tf.zeros([0, *spec.shape[1:]], spec.dtype)
-            if is_rows
-            else tf.fill(spec.shape, tf.cast(zero, spec.dtype))
+            tf.zeros([0, *spec.shape[1:]], spec.dtype) if is_rows else _zeros(spec)
             for spec, is_rows in zip(self._specs, self._is_rows)
         ]
 
@@ -176,12 +172,11 @@ class _Traced:
                 for total, part, is_rows in zip(so_far, parts, self._is_rows)
             ]
 
-        zero = tf.minimum(whole, 0)
         start = [
             tf.TensorArray(spec.dtype, whole, infer_shape=False, element_shape=spec.shape)
             if is_rows
             else empty
-            for spec, empty, is_rows in zip(self._specs, self.nothing(zero), self._is_rows)
+            for spec, empty, is_rows in zip(self._specs, self.nothing(), self._is_rows)
         ]
         _, totals = tf.while_loop(
             lambda index, _: index < whole, body, (tf.constant(0), start), parallel_iterations=1
@@ -190,6 +185,12 @@ class _Traced:
             total.concat() if is_rows else total
             for total, is_rows in zip(totals, self._is_rows)
         ]
+
+
+def _zeros(spec: Any) -> Any:
+    # `tf.zeros` would be folded into a constant that stays in memory for ever: one more
+    # gradient set. This operation counts as stateful and is not folded.
+    return tf.raw_ops.Empty(shape=spec.shape, dtype=spec.dtype, init=True)
 
 
 def _kind(leaf: Any) -> str:

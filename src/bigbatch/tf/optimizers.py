@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bigbatch.errors import ArgumentError, explain
+from bigbatch.tf.compat import variables_of
 
 
 def is_keras(optimizer: Any) -> bool:
@@ -25,12 +26,19 @@ def prepare(optimizer: Any, variables: list[Any]) -> None:
                 fix="pass a Keras optimizer, for example keras.optimizers.Adam()",
             )
         )
+    if not variables:
+        raise ArgumentError(
+            explain(
+                received="no variables",
+                expected="the variables to update",
+                fix="build the model first, then pass model.trainable_variables",
+            )
+        )
     if not is_keras(optimizer):
         return
     if not optimizer.built:
         optimizer.build(variables)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    known = {id(_native(variable)) for variable in inner._trainable_variables}
+    known = {id(_native(variable)) for variable in variables_of(optimizer)}
     unknown = [v.name for v in variables if id(_native(v)) not in known]
     if unknown:
         raise ArgumentError(

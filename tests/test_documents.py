@@ -1,0 +1,67 @@
+"""What the documents say is run: code blocks of the README and docs, and the examples."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+
+
+def run(*arguments: str) -> str:
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        env=environment,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def blocks(path: Path) -> str:
+    """Return the Python blocks of a document, which build on each other, as one program."""
+    return "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if blocks(path)], ids=lambda path: path.name
+)
+def test_code_in_documents_runs(path, tmp_path):
+    program = tmp_path / "blocks.py"
+    program.write_text(blocks(path))
+    run(str(program))
+
+
+def test_readme_has_code():
+    assert "bigbatch.GradientAccumulator" in blocks(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_examples_run(path):
+    assert run(str(path))
+
+
+def test_the_demo_shows_equality_and_less_memory():
+    output = run(str(ROOT / "examples/00_digits.py"))
+    (difference,) = re.findall(r"largest difference of any weight: (\S+)", output)
+    assert float(difference) <= 5e-6  # rounding of float32 over 20 updates with Adam
+    (losses,) = re.findall(r"final loss +(\S+) +(\S+)", output)
+    assert float(losses[0]) == pytest.approx(float(losses[1]), abs=1e-5)
+    (peaks,) = re.findall(r"peak memory \(MiB\) +(\S+) +(\S+)", output)
+    assert float(peaks[1]) < 0.5 * float(peaks[0])
+
+
+def test_documents_name_no_machine():
+    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *EXAMPLES]:
+        assert not re.search(r"/(root|home|work|tmp)/", path.read_text()), path

@@ -1,0 +1,71 @@
+"""Start the processes of a `MultiWorkerMirroredStrategy` on this machine, and end them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+class WorkerError(Exception):
+    """A worker ended with an error, or not in time; the text holds what the workers printed."""
+
+
+def run_workers(
+    script: str, *arguments: str, workers: int = 2, timeout: float = 180
+) -> list[str]:
+    """Run `script` in every worker; return what each printed. No process is left behind.
+
+    As soon as one worker fails the others are given a few seconds, then killed: a worker
+    that waits for a dead one waits for ever.
+    """
+    addresses = [f"127.0.0.1:{port}" for port in _free_ports(workers)]
+    processes = []
+    for index in range(workers):
+        config = {
+            "cluster": {"worker": addresses},
+            "task": {"type": "worker", "index": index},
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name(script)), *arguments],
+                env={
+                    **os.environ,
+                    "TF_CONFIG": json.dumps(config),
+                    "TF_CPP_MIN_LOG_LEVEL": "3",
+                },
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    deadline = time.monotonic() + timeout
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                deadline = min(deadline, time.monotonic() + 5)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    finally:
+        for process in processes:
+            process.kill()
+        outputs = [process.communicate()[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    if any(codes):
+        raise WorkerError(f"exit codes {codes}\n" + "\n".join(o[-3000:] for o in outputs))
+    return outputs
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
