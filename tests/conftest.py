@@ -15,6 +15,8 @@ tf.config.set_logical_device_configuration(
 )
 tf.get_logger().setLevel("ERROR")
 
+collect_ignore_glob = ["workers/*", "*_probe.py"]  # programs that tests run in other processes
+
 
 @pytest.fixture(scope="session")
 def mirrored() -> tf.distribute.Strategy:

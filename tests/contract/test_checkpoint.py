@@ -1,0 +1,78 @@
+"""Saved in the middle of a window and restored in a new process, training goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+
+from problems import TOLERANCE, cut, embedding_problem, optimizers, train_full_batch
+
+
+def accumulate(problem, model, accumulator, parts):
+    for x, y in parts:
+        with tf.GradientTape() as tape:
+            loss = problem.mean_loss(model, x, y)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        accumulator.accumulate(gradients, weight=len(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_new_process_makes_the_update_of_the_full_batch(mode, tmp_path):
+    problem = embedding_problem()
+    model, optimizer = problem.build(optimizers()["adam"])
+    accumulator = bigbatch.GradientAccumulator(optimizer, model.trainable_variables)
+    accumulate(problem, model, accumulator, cut(problem, [5, 1, 11, 7]))
+    path = tf.train.Checkpoint(accumulator=accumulator).save(tmp_path / "checkpoint")
+    program = Path(__file__).parent.parent / "resume_probe.py"
+    run = [sys.executable, str(program), path, mode]
+    output = subprocess.run(run, capture_output=True, check=True, text=True).stdout
+    expected = train_full_batch(problem, optimizers()["adam"], 1)
+    for one, two in zip(json.loads(output.splitlines()[-1]), expected.get_weights()):
+        np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float64"])
+
+
+def test_a_checkpoint_of_an_empty_window_empties_the_window(tmp_path):
+    problem = embedding_problem()
+    model, optimizer = problem.build(optimizers()["adam"])
+    accumulator = bigbatch.GradientAccumulator(optimizer, model.trainable_variables)
+    checkpoint = tf.train.Checkpoint(accumulator=accumulator)
+    path = checkpoint.save(tmp_path / "checkpoint")  # before any buffer has taken memory
+    parts = cut(problem, [10, 14])
+    accumulate(problem, model, accumulator, parts)
+    checkpoint.restore(path)
+    assert accumulator.flush() is False
+    accumulate(problem, model, accumulator, parts)
+    assert accumulator.flush() is True
+    expected = train_full_batch(problem, optimizers()["adam"], 1)
+    for one, two in zip(model.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float64"])
+
+
+def test_a_schedule_goes_on_where_it_was(tmp_path):
+    def make():
+        w = tf.Variable(0.0)
+        optimizer = optimizers()["sgd"]()
+        return bigbatch.GradientAccumulator(
+            optimizer, [w], accumulation_steps=lambda updates: 1 + updates
+        )
+
+    saved, restored = make(), make()
+    for _ in range(3):  # windows of 1 and 2 micro-batches
+        saved.accumulate([tf.constant(1.0)])
+        saved.apply_when_full()
+    path = tf.train.Checkpoint(accumulator=saved).save(tmp_path / "checkpoint")
+    tf.train.Checkpoint(accumulator=restored).restore(path)
+    updated = []
+    for _ in range(3):
+        restored.accumulate([tf.constant(1.0)])
+        updated.append(restored.apply_when_full())
+    assert updated == [False, False, True]
