@@ -81,6 +81,8 @@ def value_and_gradients(make_model) -> dict:
     measured["resident"] = current() - before
     del small, large
     measured["accumulated"] = {k: peak(accumulated, *batch(k)) for k in (2, 4, 16, 64)}
+    eagerly = lambda x, y: accumulated.python_function(x, y)  # noqa: E731
+    measured["eager"] = {k: peak(eagerly, *batch(k)) for k in (1, 8)}
     measured["full_batch"] = peak(one_microbatch, *batch(64))
     return measured
 

@@ -53,11 +53,15 @@ def test_a_schedule_that_goes_wrong_later_changes_nothing(in_graph):
     with pytest.raises((ArgumentError, tf.errors.InvalidArgumentError), match=r"\(1\)=-3"):
         apply()
     assert int(accumulator.step) == 1
+    assert accumulator.is_full
     np.testing.assert_array_equal(kernel, [1.0, 2.0])
+    with pytest.raises((ArgumentError, tf.errors.InvalidArgumentError), match=r"\(1\)=-3"):
+        apply()  # the schedule is asked for the same update again
 
 
 BAD_GRADIENTS = {
     "too few": (GOOD[:1], "1 gradients"),
+    "nothing": (None, "None"),
     "too many": ([*GOOD, None], "3 gradients"),
     "none at all": ([None, None], "all None"),
     "another shape": ([tf.constant([1.0, 1.0, 1.0]), None], "(3,)"),
@@ -66,6 +70,10 @@ BAD_GRADIENTS = {
     "rows of another shape": (
         [None, tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]), (1, 3))],
         "(1, 3)",
+    ),
+    "rows of a scalar": (
+        [None, tf.IndexedSlices(tf.ones([1]), tf.constant([0]), (1,))],
+        "(1,)",
     ),
 }
 
@@ -127,10 +135,32 @@ def test_variables_that_are_not_the_optimizers():
     check(error, "unknown", "optimizer.build")
 
 
-def test_no_variables():
+@pytest.mark.parametrize("variables", [[], "kernel", [1.0], {"kernel": None}])
+def test_variables(variables):
     with pytest.raises(ArgumentError) as error:
-        bigbatch.GradientAccumulator(keras.optimizers.SGD(), [])
-    check(error, "no variables")
+        bigbatch.GradientAccumulator(keras.optimizers.SGD(), variables)
+    check(error, f"variables={variables!r}", "model.trainable_variables")
+
+
+def test_one_variable_is_not_a_list():
+    with pytest.raises(ArgumentError) as error:
+        bigbatch.GradientAccumulator(keras.optimizers.SGD(), tf.Variable([1.0, 2.0]))
+    check(error, "variables=<tf.Variable")
+
+
+def test_a_shape_that_is_wrong_when_the_graph_runs_changes_nothing():
+    kernel, other = tf.Variable([1.0, 2.0]), tf.Variable([1.0, 2.0])
+    accumulator = bigbatch.GradientAccumulator(keras.optimizers.SGD(), [kernel, other])
+
+    @tf.function(input_signature=[tf.TensorSpec(None), tf.TensorSpec(None)])
+    def accumulate(one, two):
+        accumulator.accumulate([one, two])
+
+    accumulate(tf.ones(2), tf.ones(2))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="EnsureShape|ensure_shape"):
+        accumulate(tf.ones(2), tf.ones(3))
+    assert int(accumulator.step) == 1
+    np.testing.assert_array_equal(accumulator.gradients, np.ones([2, 2]))
 
 
 def test_checkpoint_of_other_variables(tmp_path):
@@ -194,6 +224,16 @@ BAD_LOSSES = {
     "an integer": lambda x: tf.constant(1),
     "a vector of weights": lambda x: (x[0], x),
 }
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan")])
+def test_weight_of_a_loss(weight):
+    w = tf.Variable(1.0)
+    with pytest.raises(ArgumentError) as error:
+        bigbatch.value_and_gradients(
+            lambda x: (tf.reduce_sum(w * x), weight), [w], (tf.ones([4]),), microbatch_size=2
+        )
+    check(error, "weight")
 
 
 @pytest.mark.parametrize("name", BAD_LOSSES)

@@ -25,6 +25,8 @@ def test_value_and_gradients_takes_one_microbatch_and_one_gradient_set(model):
     assert all(peak <= limit for peak in peaks.values())
     # Flat from 2 to 64 micro-batches; 2 % is what the allocator's rounding may add.
     assert max(peaks.values()) <= 1.02 * peaks["2"]
+    # Eagerly, where an addition cannot be made in place, one more gradient at a time.
+    assert measured["eager"]["8"] <= measured["eager"]["1"] + 2.1 * gradient_set
     # Nothing stays behind in the graph, such as a constant of zeros to start from.
     assert measured["resident"] <= 0.01 * gradient_set + 100_000
     if model == "activation_bound":

@@ -91,19 +91,47 @@ def test_in_a_graph_none_is_none_window_by_window(together):
     assert float(v) == pytest.approx(-0.5 - (0.45 + 0.5 if together else 0.0))
 
 
-def test_a_graph_refuses_gradients_it_could_not_foresee():
-    optimizer = keras.optimizers.SGD(1.0)
-    w, v = tf.Variable(0.0), tf.Variable(0.0)
-    accumulator = bigbatch.GradientAccumulator(optimizer, [w, v])
-    accumulator.accumulate([tf.constant(1.0), None])
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_graph_updates_variables_it_could_not_foresee():
+    # One function for two tasks: the graph of the first is traced before the second is seen.
+    shared, a, b = (tf.Variable(2.0) for _ in range(3))
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
+    accumulator = bigbatch.GradientAccumulator(optimizer, [shared, a, b], accumulation_steps=2)
+
+    @tf.function
+    def micro_batch(task):
+        one = tf.constant(1.0)
+        accumulator.accumulate([one, one, None] if task == "a" else [one, None, one])
+        return accumulator.apply_when_full()
+
+    assert [bool(micro_batch(task)) for task in "aaba"] == [False, True] * 2
+    # Momentum: the second update moves by 0.9 times the first, and by its own gradient.
+    np.testing.assert_allclose([shared, a, b], [-0.9, 2 - 1 - 0.9 - 0.5, 1.5], rtol=1e-6)
+
+
+def test_a_graph_can_be_traced_before_anything_is_accumulated():
+    w = tf.Variable(0.0)
+    accumulator = bigbatch.GradientAccumulator(keras.optimizers.SGD(1.0), [w])
     flush = tf.function(accumulator.flush)
-    with pytest.warns(UserWarning, match="Gradients do not exist"):
-        assert flush()
-    accumulator.accumulate([tf.constant(1.0), tf.constant(1.0)])
-    with pytest.raises(tf.errors.InvalidArgumentError, match="had none when this"):
-        flush()
-    assert accumulator.flush()  # nothing is lost
-    assert float(v) == -1.0
+    assert not flush()
+    accumulator.accumulate([tf.constant(3.0)])
+    assert flush()
+    assert float(w) == -3.0
+    assert int(accumulator.step) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_the_graph_of_an_update_grows_no_faster_than_the_number_of_tasks():
+    def branches(heads):
+        variables = [tf.Variable(0.0) for _ in range(heads)]
+        accumulator = bigbatch.GradientAccumulator(keras.optimizers.SGD(1.0), variables)
+        for head in range(heads):
+            gradients = [tf.constant(1.0) if head == i else None for i in range(heads)]
+            accumulator.accumulate(gradients)
+        graph = tf.function(accumulator.flush).get_concrete_function().graph.as_graph_def()
+        return sum("branch" in function.signature.name for function in graph.library.function)
+
+    assert branches(6) - branches(5) == branches(4) - branches(3)
 
 
 def test_rows_are_handed_over_as_the_full_batch_would():

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -55,6 +56,30 @@ def test_a_checkpoint_of_an_empty_window_empties_the_window(tmp_path):
     expected = train_full_batch(problem, optimizers()["adam"], 1)
     for one, two in zip(model.get_weights(), expected.get_weights()):
         np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float64"])
+
+
+def test_a_compiled_micro_batch_goes_on_with_a_window_of_more_rows(tmp_path):
+    def make():
+        table = tf.Variable(tf.zeros([5, 2]))
+        optimizer = keras.optimizers.SGD(1.0)
+        accumulator = bigbatch.GradientAccumulator(optimizer, [table], accumulation_steps=2)
+
+        @tf.function(jit_compile=True)
+        def micro_batch(indices):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, indices))
+            accumulator.accumulate(tape.gradient(loss, [table]))
+
+        return table, accumulator, micro_batch
+
+    _, accumulator, micro_batch = make()
+    micro_batch(tf.constant([0, 1, 2, 3, 4, 4]))
+    path = tf.train.Checkpoint(accumulator=accumulator).save(tmp_path / "checkpoint")
+    table, accumulator, micro_batch = make()
+    tf.train.Checkpoint(accumulator=accumulator).restore(path)
+    micro_batch(tf.constant([0, 1]))
+    assert accumulator.apply_when_full() is True
+    np.testing.assert_allclose(table[:, 0], [-1.0, -1.0, -0.5, -0.5, -1.0])
 
 
 def test_a_schedule_goes_on_where_it_was(tmp_path):

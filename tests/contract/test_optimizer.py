@@ -67,6 +67,19 @@ def test_the_learning_rate_can_be_changed_between_updates():
     assert float(w) == -1.5
 
 
+def test_settings_can_be_changed_between_updates():
+    w = tf.Variable([3.0, 4.0])
+    optimizer = keras.optimizers.SGD(1.0)
+    accumulator = bigbatch.GradientAccumulator(optimizer, [w], accumulation_steps=1)
+    accumulator.accumulate([tf.zeros([2])])
+    accumulator.apply_when_full()
+    optimizer.clipnorm = 1.0
+    optimizer.learning_rate = keras.optimizers.schedules.PiecewiseConstantDecay([9], [2.0, 0.0])
+    accumulator.accumulate([tf.constant([3.0, 4.0])])
+    accumulator.apply_when_full()
+    np.testing.assert_allclose(w, [3.0 - 2 * 0.6, 4.0 - 2 * 0.8], rtol=1e-6)
+
+
 def loss_scaled(in_graph):
     w = tf.Variable([1.0, 2.0])
     optimizer = keras.optimizers.LossScaleOptimizer(

@@ -297,6 +297,101 @@ def test_checkpoint_in_the_middle_of_a_window(mirrored, make_problem, tmp_path):
     assert largest_difference(model, expected) <= TOLERANCE["float64"]
 
 
+def test_what_only_one_replica_has_is_not_lost(mirrored):
+    with mirrored.scope():
+        a, b = tf.Variable(0.0), tf.Variable(0.0)
+        accumulator = bigbatch.GradientAccumulator(keras.optimizers.SGD(1.0), [a, b])
+
+    @tf.function
+    def micro_batch(first_takes_part):
+        def replica_fn():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            if tf.get_static_value(replica) == 1:
+                accumulator.accumulate([tf.constant(1.0), tf.constant(1.0)])
+            elif first_takes_part:
+                accumulator.accumulate([tf.constant(1.0), None])
+
+        mirrored.run(replica_fn)
+
+    micro_batch(tf.constant(True))
+    assert accumulator.flush() is True
+    np.testing.assert_allclose([a.numpy(), b.numpy()], [-1.0, -0.5])
+    micro_batch(tf.constant(False))
+    assert int(accumulator.step) == 1
+    assert accumulator.flush() is True
+    np.testing.assert_allclose([a.numpy(), b.numpy()], [-2.0, -1.5])
+
+
+def test_a_keras_loss_in_value_and_gradients_is_multiplied_by_the_replicas(mirrored):
+    problem = dense_problem()
+    with mirrored.scope():
+        model, _ = problem.build(lambda: None)
+    loss_object = keras.losses.MeanSquaredError(dtype=problem.dtype)
+
+    def replica_fn(x, y):
+        return bigbatch.value_and_gradients(
+            lambda x, y: loss_object(y, model(x)) * mirrored.num_replicas_in_sync,
+            model.trainable_variables,
+            (x, y),
+            microbatch_size=4,
+        )[0]
+
+    run = tf.function(lambda x, y: mirrored.run(replica_fn, args=(x, y)))
+    x, y = (on_each_replica(mirrored, [d[:7], d[7:]]) for d in (problem.x, problem.y))
+    loss = mirrored.reduce("SUM", run(x, y), axis=None)
+    expected = problem.mean_loss(model, problem.x, problem.y)
+    assert abs(float(loss - expected)) <= 1e-12
+
+
+def test_a_graph_refuses_gradients_it_could_not_foresee_on_several_replicas(mirrored):
+    with mirrored.scope():
+        w = tf.Variable(0.0)
+        accumulator = bigbatch.GradientAccumulator(keras.optimizers.SGD(1.0), [w])
+    flush = tf.function(accumulator.flush)
+    assert not flush()
+    tf.function(lambda: mirrored.run(lambda: accumulator.accumulate([tf.constant(1.0)])))()
+    with pytest.raises(tf.errors.InvalidArgumentError, match="had none when this"):
+        flush()
+    assert accumulator.flush() is True  # nothing is lost
+    assert float(w.numpy()) == -1.0
+
+
+def test_compiled_micro_batches_with_other_numbers_of_rows_on_each_replica(mirrored):
+    with mirrored.scope():
+        table = tf.Variable(tf.zeros([5, 2]))
+        accumulator = bigbatch.GradientAccumulator(
+            keras.optimizers.SGD(1.0), [table], accumulation_steps=2
+        )
+    indices = [[0, 1], [2, 3, 4]]
+
+    def compiled():
+        @tf.function(jit_compile=True)
+        def micro_batch(indices):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.gather(table, indices))
+            accumulator.accumulate(tape.gradient(loss, [table]))
+
+        return micro_batch
+
+    functions = [compiled(), compiled()]
+
+    @tf.function(autograph=False)
+    def micro_batch():
+        def replica_fn():
+            context = tf.distribute.get_replica_context()
+            replica = tf.get_static_value(context.replica_id_in_sync_group)
+            functions[replica](tf.constant(indices[replica]))
+
+        mirrored.run(replica_fn)
+
+    updated = []
+    for _ in range(4):
+        micro_batch()
+        updated.append(accumulator.apply_when_full())
+    assert updated == [False, True] * 2
+    np.testing.assert_allclose(table.numpy(), np.full([5, 2], -1.0))
+
+
 @pytest.mark.parametrize("call", ["apply_when_full", "flush", "reset"])
 def test_updates_inside_strategy_run_are_refused(mirrored, call):
     with mirrored.scope():

@@ -12,7 +12,7 @@ import tensorflow as tf
 from bigbatch.core.window import AccumulationSteps, is_full, window_length
 from bigbatch.errors import ContextError, explain
 from bigbatch.tf import optimizers
-from bigbatch.tf.checks import checked_gradients, checked_weight
+from bigbatch.tf.checks import checked_gradients, checked_variables, checked_weight
 from bigbatch.tf.compat import outside_strategy_scope
 from bigbatch.tf.window import GradientWindow
 
@@ -83,7 +83,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         first_length = window_length(accumulation_steps, updates=0)
         self._accumulation_steps = accumulation_steps
         self._optimizer = optimizer
-        self._variables = list(variables)
+        self._variables = checked_variables(variables)
         optimizers.prepare(optimizer, self._variables)
         self._window = GradientWindow(self._variables, first_length)
         # Traced once for each set of variables that have gradients in a window.
@@ -93,7 +93,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     @property
     def step(self) -> Any:
         """The number of micro-batches in the window so far, a scalar tensor."""
-        return self._window.micro_batches.read_value()
+        return self._window.micro_batches()
 
     @property
     def total_weight(self) -> Any:
@@ -117,19 +117,21 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         with outside_strategy_scope():
             if tf.executing_eagerly():
                 return list(self._compiled_mean(self._window.kinds_now()))
-            possible = self._window.possible_kinds()
-            if len(possible) != 1:
+            foreseen = self._window.foreseen_kinds()
+            if len(foreseen) != 1:
                 raise ContextError(
                     explain(
-                        received=f"gradients inside tf.function, with {len(possible)} sets of "
+                        received=f"gradients inside tf.function, with {len(foreseen)} sets of "
                         "variables that may have gradients in a window",
                         expected="one set: a graph cannot return a tensor or None",
                         fix="read gradients outside tf.function, or call apply_when_full() or "
                         "flush() after the first accumulate()",
                     )
                 )
-            with tf.control_dependencies([self._window.index_among(possible)]):
-                return self._window.mean(possible[0])
+            message = "bigbatch: this tf.function was traced for other gradients"
+            check = tf.debugging.Assert(self._window.holds(foreseen[0]), [message])
+            with tf.control_dependencies([check]):
+                return self._window.mean(foreseen[0])
 
     @_unconverted
     def accumulate(self, gradients: Iterable[Any], weight: Any = 1) -> None:
@@ -189,33 +191,62 @@ class GradientAccumulator(tf.train.experimental.PythonState):
                 return tf.cond(due, self._traced_update, lambda: False)
             if not due:
                 return False
-            # A schedule that returns nonsense raises here, before anything has changed.
-            length = self._length_after(self._window.updates.read_value() + 1)
-            kinds = self._window.kinds_now()
-            if optimizers.is_keras(self._optimizer):
-                self._compiled_update(kinds)
-            else:
-                self._apply(self._compiled_mean(kinds))
-            self._window.open(length)
+            self._update_now()
             return True
 
+    def _update_now(self) -> None:
+        """Update, eagerly, with what the window holds."""
+        # A schedule that returns nonsense raises here, before anything has changed.
+        length = self._length_after(self._window.updates.read_value() + 1)
+        kinds = self._window.kinds_now()
+        if optimizers.is_keras(self._optimizer):
+            self._compiled_update(kinds, optimizers.settings(self._optimizer))
+        else:
+            self._apply(self._compiled_mean(kinds))
+        self._window.open(length)
+
     def _traced_update(self) -> Any:
-        """Update inside the caller's graph, where what the window holds is not yet known."""
-        updates = self._window.updates.read_value() + 1
+        """Update inside the caller's graph, where what the window holds is not yet known.
+
+        What was foreseen is traced. Anything else is left to Python, when the graph runs.
+        """
+        foreseen = self._window.foreseen_kinds()
+        branches = [functools.partial(self._foreseen_update, kinds) for kinds in foreseen]
+        matches = [self._window.holds(kinds) for kinds in foreseen]
+        index = tf.argmax([*matches, True], output_type=tf.int32)
+        return tf.switch_case(index, [*branches, self._unforeseen_update])
+
+    def _foreseen_update(self, kinds: tuple[int, ...]) -> Any:
         if callable(self._accumulation_steps):
+            updates = self._window.updates.read_value() + 1
             length = tf.numpy_function(self._length_after, [updates], tf.int64)
         else:
             length = tf.constant(self._length_after(0))
-        possible = self._window.possible_kinds()
-        index = self._window.index_among(possible)
         with tf.control_dependencies([length]):
-            tf.switch_case(
-                index, [functools.partial(self._update, kinds) for kinds in possible]
-            )
-        self._window.open(length)
+            self._update(kinds)
+            self._window.open(length)
         return True
 
-    def _update(self, kinds: tuple[int, ...]) -> None:
+    def _unforeseen_update(self) -> Any:
+        if self._window.strategy.num_replicas_in_sync > 1:
+            message = (
+                "bigbatch: the window holds gradients of variables that had none when this "
+                "tf.function was traced. Call apply_when_full() and flush() outside it."
+            )
+            with tf.control_dependencies([tf.debugging.Assert(False, [message])]):
+                return tf.constant(True)
+
+        def update() -> Any:
+            with tf.init_scope(), outside_strategy_scope():
+                self._update_now()
+            return True
+
+        # What the window holds has to be there before Python looks at it.
+        with tf.control_dependencies(self._window.contents()):
+            return tf.py_function(update, [], tf.bool)
+
+    def _update(self, kinds: tuple[int, ...], settings: Any = None) -> None:
+        del settings  # a change of the optimizer's settings calls for a new trace
         self._apply(self._window.mean(kinds))
 
     def _apply(self, gradients: Iterable[Any]) -> None:

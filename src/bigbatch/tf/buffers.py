@@ -52,7 +52,8 @@ class GradientBuffer:
         self._strategy = tf.distribute.get_strategy()
         self._has_sum = False
         self._sum = local_variable(tf.zeros([0], self.dtype), _ANY_SHAPE)
-        self._rows_per_microbatch = 0  # of a compiled function; see `_append_compiled`
+        self.rows_per_microbatch = 0
+        """Rows that a compiled function appends, if there is one: see `_prepare_compiled`."""
         if self.shape.rank:
             inner = self.shape[1:]
             self._values = local_variable(
@@ -66,6 +67,17 @@ class GradientBuffer:
         if isinstance(value, tf.IndexedSlices):
             return bool(self.shape.rank) and value.values.shape[1:] == self.shape[1:]
         return value.shape == self.shape
+
+    def ensured(self, gradient: Any) -> Any:
+        """Return `gradient`, with an assertion of its shape if that is not known yet."""
+        if isinstance(gradient, tf.IndexedSlices):
+            if gradient.values.shape[1:].is_fully_defined():
+                return gradient
+            values = tf.ensure_shape(gradient.values, [None, *self.shape[1:]])
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        if gradient.shape.is_fully_defined():
+            return gradient
+        return tf.ensure_shape(gradient, self.shape)
 
     def add(self, gradient: Any, weight: Any, window_length: Any) -> None:
         """Add `weight * gradient`; a weight of zero adds nothing, even of a NaN.
@@ -115,6 +127,11 @@ class GradientBuffer:
         dense = tf.ensure_shape(self._sum.read_value(), self.shape)
         return tf.tensor_scatter_nd_add(dense, indices[:, tf.newaxis], values)
 
+    def contents(self) -> list[Any]:
+        """Return this replica's buffers, read as they are."""
+        rows = [self._values, self._indices, self._used] if self.shape.rank else []
+        return [variable.read_value() for variable in (self._sum, *rows)]
+
     def reset(self) -> None:
         """Start over on this replica; a NaN does not survive, as it would `sum * 0`."""
         self._sum.assign(tf.zeros_like(self._sum.read_value()))
@@ -124,14 +141,14 @@ class GradientBuffer:
     def put(self, value: Any) -> None:
         """Make `value` this replica's sum; called on an empty buffer."""
         if isinstance(value, tf.IndexedSlices):
-            self._append(value.values, value.indices, window_length=None)
+            self._append(value.values, value.indices, window_length=0)
         elif value is not None:
             self._sum.assign(value)
 
-    def reserve_for(self, window_length: Any) -> None:
-        """Make room for a window of a function that was compiled and cannot grow buffers."""
-        if self._rows_per_microbatch:
-            self._reserve(tf.cast(window_length, tf.int64) * self._rows_per_microbatch)
+    def reserve(self, window_length: Any, rows: Any = 0) -> None:
+        """Make room for `rows` more, and for a window of a function that cannot do so."""
+        compiled = tf.cast(window_length, tf.int64) * self.rows_per_microbatch
+        self._grow_to(self._used.read_value() + rows + compiled)
 
     def _append(self, values: Any, indices: Any, window_length: Any) -> None:
         used = self._used.read_value()
@@ -139,7 +156,7 @@ class GradientBuffer:
         if under_xla():
             self._prepare_compiled(indices.shape[0], window_length)
         else:
-            self._reserve(used + count)
+            self.reserve(window_length, count)
         where = used + tf.range(count)
         for variable, rows in ((self._values, values), (self._indices, indices)):
             tf.raw_ops.ResourceScatterUpdate(
@@ -163,10 +180,10 @@ class GradientBuffer:
                         "accumulate() outside it",
                     )
                 )
-            self._rows_per_microbatch = max(self._rows_per_microbatch, rows)
-            self.reserve_for(length)
+            self.rows_per_microbatch = max(self.rows_per_microbatch, rows)
+            self.reserve(length)
 
-    def _reserve(self, rows: Any) -> None:
+    def _grow_to(self, rows: Any) -> None:
         capacity = tf.shape(self._indices.read_value(), tf.int64)[0]
 
         def grow() -> Any:

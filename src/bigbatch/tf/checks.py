@@ -11,13 +11,29 @@ from bigbatch.errors import ArgumentError, explain
 from bigbatch.tf.values import WEIGHT_DTYPE
 
 
+def checked_variables(variables: Iterable[Any]) -> list[Any]:
+    """Return the variables as a list of at least one."""
+    is_one = hasattr(variables, "assign") or isinstance(variables, (str, dict))
+    found = [] if is_one else list(variables)
+    if not found or not all(hasattr(variable, "assign") for variable in found):
+        raise ArgumentError(
+            explain(
+                received=f"variables={variables!r}",
+                expected="a list of the variables to update",
+                fix="build the model first, then pass model.trainable_variables",
+            )
+        )
+    return found
+
+
 def checked_gradients(gradients: Iterable[Any], variables: list[Any]) -> list[Any]:
     """Return the gradients as a list of tensors, `IndexedSlices` and `None` that fits."""
-    gradients = list(gradients)
+    received = "None" if gradients is None else ""
+    gradients = [] if gradients is None else list(gradients)
     if len(gradients) != len(variables):
         raise ArgumentError(
             explain(
-                received=f"{len(gradients)} gradients",
+                received=received or f"{len(gradients)} gradients",
                 expected=f"one for each of the {len(variables)} variables, in their order",
                 fix="pass tape.gradient(loss, variables) with the variables given at the start",
             )
@@ -38,16 +54,18 @@ def _checked_gradient(gradient: Any, variable: Any) -> Any:
         return None
     if not isinstance(gradient, tf.IndexedSlices):
         gradient = tf.convert_to_tensor(gradient)
-    dense_shape = [None, *variable.shape[1:]]
     rows = isinstance(gradient, tf.IndexedSlices)
     shape = gradient.values.shape if rows else gradient.shape
-    expected = tf.TensorShape(dense_shape if rows else variable.shape)
-    if not gradient.dtype.is_floating or not shape.is_compatible_with(expected):
+    expected = tf.TensorShape(variable.shape)
+    fits = shape.is_compatible_with(expected)
+    if rows:  # of any number, in a variable that has rows
+        fits = expected.rank and shape.is_compatible_with([None, *expected[1:]])
+    if not gradient.dtype.is_floating or not fits:
         raise ArgumentError(
             explain(
                 received=f"a gradient of shape {shape} and type {gradient.dtype.name} for the "
                 f"variable {variable.name!r}",
-                expected=f"shape {expected} and a floating-point type",
+                expected=f"{'rows of ' if rows else ''}shape {expected}, a floating-point type",
                 fix="pass the gradients in the order of the variables, as the tape gave them",
             )
         )

@@ -10,9 +10,10 @@ from bigbatch.core.arguments import positive_integer
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch, sample_count
+from bigbatch.tf.checks import checked_weight
 from bigbatch.tf.compat import like_the_caller
 from bigbatch.tf.microbatches import total
-from bigbatch.tf.values import WEIGHT_DTYPE, as_gradient_of, widen
+from bigbatch.tf.values import WEIGHT_DTYPE, as_gradient_of, shaped, widen
 
 
 def value_and_gradients(
@@ -27,12 +28,15 @@ def value_and_gradients(
     which is what one pass over the whole batch gives, in the memory of one micro-batch and
     one set of gradients. Works eagerly, in `tf.function`, with `jit_compile=True`, and
     inside `strategy.run`; there Σ also runs over the replicas, and both results are this
-    replica's part: they *sum* to the global value, as Keras optimizers do it.
+    replica's part: they *sum* to the global value, as Keras optimizers do it. Call it in the
+    function given to `strategy.run` itself, not in a `tf.function` inside that: it
+    communicates, and TensorFlow cannot do so from there.
 
     Args:
         loss_fn: called as `loss_fn(*micro_batch)`. Returns a scalar, the mean loss of the
             micro-batch's samples, or a pair `(sum, weight)`: the summed loss and what it
-            is to be divided by (valid tokens, the sum of sample weights).
+            is to be divided by (valid tokens, the sum of sample weights). A Keras loss
+            object divides by the number of replicas inside `strategy.run`: multiply by it.
         variables: what to differentiate by; any nest of variables.
         batch: tensors with one common first dimension, in any nest. A tuple or list is
             passed as arguments, anything else as one argument.
@@ -76,7 +80,7 @@ def _value_and_gradients(
         # batch: float16 overflows or underflows only where the full batch would.
         seed = tf.math.divide_no_nan(weight if is_mean else tf.ones_like(weight), count)
         gradients = tf.nest.map_structure(
-            _shaped,
+            shaped,
             tape.gradient(loss, variables, output_gradients=tf.cast(seed, loss.dtype)),
             variables,
         )
@@ -113,14 +117,5 @@ def _loss_and_weight(value: Any) -> tuple[Any, Any]:
                 fix="reduce the loss over the micro-batch, for example with tf.reduce_mean",
             )
         )
-    loss, weight = [*tensors, None][:2]
-    return loss, weight
-
-
-def _shaped(gradient: Any, variable: Any) -> Any:
-    """Give a gradient the static shape of its variable: some gradient functions lose it."""
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient.values.set_shape([None, *variable.shape[1:]])
-    elif gradient is not None:
-        gradient.set_shape(variable.shape)
-    return gradient
+    loss = tf.ensure_shape(tensors[0], [])
+    return loss, checked_weight(tensors[1]) if len(tensors) == 2 else None

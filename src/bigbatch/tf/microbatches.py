@@ -15,7 +15,13 @@ from bigbatch.tf.batch import Batch
 from bigbatch.tf.values import joined, widen
 
 
-def total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
+def total(
+    compute: Callable[..., Any],
+    batch: Batch,
+    microbatch_size: int,
+    *,
+    jit_compile: bool | None = None,
+) -> Any:
     """Return the sum of `compute(*micro_batch)` over the micro-batches of `batch`.
 
     In a graph the loop is part of the graph. Eagerly it is a Python loop, so that `compute`
@@ -26,28 +32,35 @@ def total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> An
             `IndexedSlices` and `None`.
         batch: the samples.
         microbatch_size: samples per micro-batch; the last one may be smaller.
+        jit_compile: whether XLA compiles `compute`, in a graph. The loop stays outside:
+            XLA runs loops on a CPU several times slower than TensorFlow does.
 
     Returns:
         The nest that `compute` returns. Half-precision leaves come back as float32, and
         `IndexedSlices` without a `dense_shape`.
     """
     if not isinstance(batch.count, int):
-        return _dynamic_total(compute, batch, microbatch_size)
+        return _dynamic_total(compute, batch, microbatch_size, jit_compile)
     if batch.count and tf.executing_eagerly():
         return _eager_total(compute, batch, microbatch_size)
-    return _static_total(compute, batch, microbatch_size)
+    return _static_total(compute, batch, microbatch_size, jit_compile)
 
 
 def _eager_total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
-    results: Any = None
+    structure: Any = None
     totals: list[Any] = []
     for start in range(0, batch.count, microbatch_size):
         size = min(microbatch_size, batch.count - start)
         results = compute(*batch.arguments(batch.rows(start, size)))
+        structure = tf.nest.map_structure(_kind, results)
         leaves = tf.nest.flatten(results)
-        totals = [_plus(*pair) for pair in zip(totals or [None] * len(leaves), leaves)]
+        del results
+        totals = totals or [None] * len(leaves)
+        for index in range(len(leaves)):
+            # Popped, so that no gradient is in memory after it has been added.
+            totals[index] = _plus(totals[index], leaves.pop(0))
     totals = [joined(leaf) if isinstance(leaf, list) else leaf for leaf in totals]
-    return tf.nest.pack_sequence_as(results, totals)
+    return tf.nest.pack_sequence_as(structure, totals)
 
 
 def _plus(so_far: Any, part: Any) -> Any:
@@ -65,10 +78,12 @@ def _plus(so_far: Any, part: Any) -> Any:
     return dense + tf.convert_to_tensor(part)
 
 
-def _static_total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
+def _static_total(
+    compute: Callable[..., Any], batch: Batch, microbatch_size: int, jit_compile: bool | None
+) -> Any:
     """Add up with static shapes: the batch size is known. The rest costs a second trace."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)
-    micro = _Traced(compute, batch, microbatch_size if whole else rest)
+    micro = _Traced(compute, batch, microbatch_size if whole else rest, jit_compile)
     if whole > 1:
         totals = micro.loop(whole, microbatch_size)
     elif batch.count:
@@ -76,16 +91,18 @@ def _static_total(compute: Callable[..., Any], batch: Batch, microbatch_size: in
     else:
         totals = micro.nothing()
     if whole and rest:
-        tail = _Traced(compute, batch, rest)
+        tail = _Traced(compute, batch, rest, jit_compile)
         with tf.control_dependencies(totals):
             totals = micro.combined(totals, tail(whole * microbatch_size, rest))
     return micro.packed(totals)
 
 
-def _dynamic_total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
+def _dynamic_total(
+    compute: Callable[..., Any], batch: Batch, microbatch_size: int, jit_compile: bool | None
+) -> Any:
     """Add up a batch whose size is known only when the graph runs: one trace for all."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)
-    micro = _Traced(compute, batch, None)
+    micro = _Traced(compute, batch, None, jit_compile)
     # XLA also compiles the loop that a batch smaller than a micro-batch never enters.
     totals = micro.loop(whole, tf.minimum(microbatch_size, batch.count))
     # The rest stands apart from the loop: XLA compiles no slice whose size changes in one.
@@ -104,7 +121,13 @@ class _Traced:
     A dense result is one tensor, `IndexedSlices` are two (values, indices), `None` is none.
     """
 
-    def __init__(self, compute: Callable[..., Any], batch: Batch, size: int | None) -> None:
+    def __init__(
+        self,
+        compute: Callable[..., Any],
+        batch: Batch,
+        size: int | None,
+        jit_compile: bool | None,
+    ) -> None:
         self._batch = batch
         self._kinds: Any = None
 
@@ -121,9 +144,8 @@ class _Traced:
 
         # A function of its own, so that the shapes of the results are known before the loop
         # that adds them up is built. TensorFlow inlines it.
-        self._function = tf.function(flat, autograph=False).get_concrete_function(
-            batch.specs(size)
-        )
+        function = tf.function(flat, autograph=False, jit_compile=jit_compile)
+        self._function = function.get_concrete_function(batch.specs(size))
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._function.outputs]
         self._is_rows = []
         for kind in tf.nest.flatten(self._kinds):

@@ -26,14 +26,6 @@ def prepare(optimizer: Any, variables: list[Any]) -> None:
                 fix="pass a Keras optimizer, for example keras.optimizers.Adam()",
             )
         )
-    if not variables:
-        raise ArgumentError(
-            explain(
-                received="no variables",
-                expected="the variables to update",
-                fix="build the model first, then pass model.trainable_variables",
-            )
-        )
     if not is_keras(optimizer):
         return
     if not optimizer.built:
@@ -48,6 +40,21 @@ def prepare(optimizer: Any, variables: list[Any]) -> None:
                 fix="pass a new optimizer, or call optimizer.build with all variables first",
             )
         )
+
+
+def settings(optimizer: Any) -> tuple[Any, ...]:
+    """Return the plain settings of a Keras optimizer, such as `clipnorm`.
+
+    Keras reads them while it traces an update; a trace serves as long as they are the same.
+    """
+    found = []
+    for owner in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        for name, value in sorted(vars(owner).items()) if owner is not None else ():
+            if value is None or isinstance(value, (bool, int, float, str)):
+                found.append((name, value))
+            elif name == "_learning_rate":
+                found.append((name, id(value)))  # a schedule, or a variable that can change
+    return tuple(found)
 
 
 def _native(variable: Any) -> Any:

@@ -19,8 +19,10 @@ def sum_from_inside(value: Any) -> Any:
     return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
-def sum_from_outside(strategy: Any, local: Callable[[], list[Any]]) -> list[Any]:
-    """Return the sum over all replicas of what `local()` returns on each.
+def sum_from_outside(
+    strategy: Any, local: Callable[..., list[Any]], arguments: tuple[Any, ...] = ()
+) -> list[Any]:
+    """Return the sum over all replicas of what `local(*arguments)` returns on each.
 
     All dense tensors travel as one packed tensor: one reduction, however many there are.
     The rows of `IndexedSlices` are gathered, so that rows of other replicas are simply more
@@ -30,15 +32,16 @@ def sum_from_outside(strategy: Any, local: Callable[[], list[Any]]) -> list[Any]
         strategy: the strategy whose replicas are summed over.
         local: returns this replica's list of tensors, `IndexedSlices` and `None`; the same
             kinds on every replica.
+        arguments: what to call it with, replica by replica.
 
     Returns:
         The list, summed; the values are on the first local replica's device.
     """
     if strategy.num_replicas_in_sync == 1:
-        return _first_local(strategy, strategy.run(local))
+        return _first_local(strategy, strategy.run(local, args=arguments))
 
-    def reduced() -> list[Any]:
-        values = local()
+    def reduced(*arguments: Any) -> list[Any]:
+        values = local(*arguments)
         context = tf.distribute.get_replica_context()
         dense = [value for value in values if isinstance(value, tf.Tensor)]
         sums = iter(_unpacked(sum_from_inside(_packed(dense)), dense))
@@ -47,7 +50,7 @@ def sum_from_outside(strategy: Any, local: Callable[[], list[Any]]) -> list[Any]
             for value in values
         ]
 
-    return _first_local(strategy, strategy.run(reduced))
+    return _first_local(strategy, strategy.run(reduced, args=arguments))
 
 
 def _packed(tensors: list[Any]) -> Any:

@@ -32,6 +32,15 @@ def joined(slices: list[Any]) -> Any:
     )
 
 
+def shaped(gradient: Any, variable: Any) -> Any:
+    """Give a gradient the static shape of its variable: some gradient functions lose it."""
+    if isinstance(gradient, tf.IndexedSlices):
+        gradient.values.set_shape([None, *variable.shape[1:]])
+    elif gradient is not None:
+        gradient.set_shape(variable.shape)
+    return gradient
+
+
 def as_gradient_of(variable: Any, value: Any, scale: Any = None) -> Any:
     """Return `value * scale` with the shape and type a tape gives a gradient of `variable`."""
     if value is None:

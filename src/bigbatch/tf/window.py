@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, Mapping
 
 import numpy as np
@@ -27,7 +29,7 @@ class GradientWindow:
         self._is_distributed = tf.distribute.has_strategy()
         self._variables = variables
         self._buffers = [GradientBuffer(variable) for variable in variables]
-        self.micro_batches = local_variable(tf.zeros([], tf.int64), summed=False)
+        self._micro_batches = local_variable(tf.zeros([], tf.int64), summed=False)
         self._weight = local_variable(tf.zeros([], WEIGHT_DTYPE))
         self._kinds = local_variable(tf.zeros([len(variables)], tf.int32), summed=False)
         self.updates = _global_variable(0)
@@ -54,7 +56,7 @@ class GradientWindow:
     def refuse_wrong_replica(self) -> None:
         """Raise if the calling code is not where this window's gradients come from."""
         context = tf.distribute.get_replica_context()
-        if self.strategy.num_replicas_in_sync > 1:
+        if self._is_distributed:
             if context is None or context.strategy is not self.strategy:
                 raise ContextError(
                     explain(
@@ -78,43 +80,71 @@ class GradientWindow:
         """Add one micro-batch on this replica; the arguments have been checked."""
         kinds = tuple(_kind(gradient) for gradient in gradients)
         self._kinds_seen.add(kinds)
-        # The assertion that guards the weight comes before every change.
-        with tf.control_dependencies([] if tf.executing_eagerly() else [weight]):
+        pairs = list(zip(self._buffers, gradients))
+        gradients = [None if g is None else buffer.ensured(g) for buffer, g in pairs]
+        # What is asserted when the graph runs, the weight and shapes that were not known when
+        # it was traced, comes before every change.
+        asserted = [] if tf.executing_eagerly() else [weight]
+        for given, ensured in zip((g for _, g in pairs), gradients):
+            if ensured is not given:
+                asserted.append(ensured.values if _kind(ensured) == ROWS else ensured)
+        with tf.control_dependencies(asserted):
             for buffer, gradient in zip(self._buffers, gradients):
                 if gradient is not None:
                     buffer.add(gradient, weight, self.length)
             self._kinds.assign(tf.bitwise.bitwise_or(self._kinds.read_value(), list(kinds)))
             self._weight.assign_add(weight)
-            self.micro_batches.assign_add(1)
+            self._micro_batches.assign_add(1)
 
     def total_weight(self) -> Any:
         """Return the weight of the window, over all replicas."""
         with outside_strategy_scope():
             return self._weight.read_value()
 
+    def micro_batches(self) -> Any:
+        """Return the number of micro-batches; outside `strategy.run` of the busiest replica."""
+        return tf.reduce_max(self._on_each_replica(self._micro_batches), axis=0)
+
+    def kinds(self) -> Any:
+        """Return what the window holds for each variable, as a tensor.
+
+        A replica may have skipped a micro-batch, or had no gradient for a variable; what
+        counts is what any replica of this process has.
+        """
+        kinds, *others = self._on_each_replica(self._kinds)
+        for other in others:
+            kinds = tf.bitwise.bitwise_or(kinds, other)
+        return kinds
+
     def kinds_now(self) -> tuple[int, ...]:
         """Return what the window holds for each variable; called eagerly."""
-        return tuple(self._kinds.read_value().numpy().tolist())
+        return tuple(self.kinds().numpy().tolist())
 
-    def possible_kinds(self) -> list[tuple[int, ...]]:
-        """Return what windows can hold, as far as it is known while a graph is traced."""
+    def foreseen_kinds(self) -> list[tuple[int, ...]]:
+        """Return what windows are likely to hold, while a graph is traced.
+
+        Each set of variables that micro-batches had gradients for, and all of them together.
+        """
         with tf.init_scope():
-            known = self._kinds_seen | {self.kinds_now()}
-        possible: set[tuple[int, ...]] = set()
-        for kinds in known:
-            possible |= {kinds} | {_union(kinds, other) for other in possible}
-        return sorted(kinds for kinds in possible if any(kinds))
+            seen = {kinds for kinds in (*self._kinds_seen, self.kinds_now()) if any(kinds)}
+        together = tuple(functools.reduce(operator.or_, kinds) for kinds in zip(*seen))
+        return sorted(seen | {together} if together else seen)
 
-    def index_among(self, possible: list[tuple[int, ...]]) -> Any:
-        """Return which of `possible` the window holds; an assertion fails if it is none."""
-        matches = tf.reduce_all(tf.constant(possible) == self._kinds.read_value(), axis=1)
-        message = (
-            "bigbatch: the window holds gradients of variables that had none when this "
-            "tf.function was traced. Trace it after the first accumulate() of each kind, or "
-            "call it outside tf.function."
-        )
-        with tf.control_dependencies([tf.debugging.Assert(tf.reduce_any(matches), [message])]):
-            return tf.argmax(tf.cast(matches, tf.int32), output_type=tf.int32)
+    def holds(self, kinds: tuple[int, ...]) -> Any:
+        """Say whether the window holds just `kinds`, as a boolean tensor."""
+        return tf.reduce_all(self.kinds() == list(kinds))
+
+    def contents(self) -> list[Any]:
+        """Return tensors that are there when every change of the window so far is made."""
+        return [tensor for buffer in self._buffers for tensor in buffer.contents()]
+
+    def _on_each_replica(self, variable: Any) -> list[Any]:
+        """Return the values of a variable on this replica, or on all of this process."""
+        context = tf.distribute.get_replica_context()
+        if context is not None and context.strategy is self.strategy:
+            return [variable.read_value()]
+        local = self.strategy.experimental_local_results(variable)
+        return [replica.read_value() for replica in local]
 
     def mean(self, kinds: tuple[int, ...]) -> list[Any]:
         """Return the weighted mean over micro-batches and replicas, as a tape would give it."""
@@ -131,8 +161,7 @@ class GradientWindow:
         self.reset()
         self.updates.assign_add(1)
         self.length.assign(length)
-        for buffer in self._buffers:
-            buffer.reserve_for(length)
+        self._reserve()
 
     def reset(self) -> None:
         """Forget what the window holds."""
@@ -146,7 +175,7 @@ class GradientWindow:
             weight, *sums = self._compiled_sums(kinds)
             arrays = {
                 "updates": self.updates.read_value().numpy(),
-                "micro_batches": self.micro_batches.read_value().numpy(),
+                "micro_batches": self.micro_batches().numpy(),
                 "weight": weight.numpy(),
                 "kinds": np.array(kinds, np.int32),
             }
@@ -169,7 +198,7 @@ class GradientWindow:
 
         def put() -> None:
             self._kinds.assign(arrays["kinds"])
-            self.micro_batches.assign(arrays["micro_batches"])
+            self._micro_batches.assign(arrays["micro_batches"])
             # The sum over all replicas goes to the first; the others hold zero.
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
             if tf.get_static_value(replica) == 0:
@@ -181,6 +210,7 @@ class GradientWindow:
             tf.function(lambda: self.strategy.run(put), autograph=False)()
             self.updates.assign(arrays["updates"])
             self.length.assign(length)
+            self._reserve()
 
     def _checked_sums(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
         """Return the sums among `arrays`, or raise if they are not of these variables."""
@@ -218,13 +248,20 @@ class GradientWindow:
 
         return replicas.sum_from_outside(self.strategy, local)
 
+    def _reserve(self) -> None:
+        """Make room on every replica for functions that XLA has compiled."""
+        compiled = [buffer for buffer in self._buffers if buffer.rows_per_microbatch]
+        if compiled:
+            reserve = lambda: [buffer.reserve(self.length) for buffer in compiled]  # noqa: E731
+            tf.function(lambda: self.strategy.run(reserve), autograph=False)()
+
     def _reset(self) -> None:
         def local() -> None:
             for buffer in self._buffers:
                 buffer.reset()
             self._kinds.assign(tf.zeros_like(self._kinds.read_value()))
             self._weight.assign(0)
-            self.micro_batches.assign(0)
+            self._micro_batches.assign(0)
 
         self.strategy.run(local)
 
@@ -241,7 +278,3 @@ def _kind(gradient: Any) -> int:
     if gradient is None:
         return NOTHING
     return ROWS if isinstance(gradient, tf.IndexedSlices) else DENSE
-
-
-def _union(kinds: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(one | two for one, two in zip(kinds, other))
