@@ -108,7 +108,13 @@ def test_without_tensorflow_the_error_says_what_to_install():
 
 
 def test_public_names_are_frozen():
-    assert bigbatch.__all__ == ["GradientAccumulator", "__version__", "value_and_gradients"]
+    assert bigbatch.__all__ == [
+        "GradientAccumulator",
+        "__version__",
+        "accumulate",
+        "restore",
+        "value_and_gradients",
+    ]
     public = [n for n in dir(bigbatch.GradientAccumulator) if not n.startswith("_")]
     own = [n for n in public if n in vars(bigbatch.GradientAccumulator)]
     assert own == [

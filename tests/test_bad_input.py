@@ -157,7 +157,7 @@ def test_a_shape_that_is_wrong_when_the_graph_runs_changes_nothing():
         accumulator.accumulate([one, two])
 
     accumulate(tf.ones(2), tf.ones(2))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="EnsureShape|ensure_shape"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"EnsureShape|ensure_shape"):
         accumulate(tf.ones(2), tf.ones(3))
     assert int(accumulator.step) == 1
     np.testing.assert_array_equal(accumulator.gradients, np.ones([2, 2]))

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 import bigbatch
+from bigbatch.keras import compat as keras_compat
 from bigbatch.tf import compat, optimizers
 
 SOURCE = Path(bigbatch.__file__).parent
@@ -63,6 +64,59 @@ def test_a_keras_optimizer_lists_its_variables():
         optimizers.prepare(optimizer, [w])
         assert optimizer.built
         assert compat.variables_of(optimizer) == [w]
+
+
+def test_the_trainer_of_keras():
+    model = keras.Sequential(
+        [keras.Input((3,)), keras.layers.Dense(2, activity_regularizer="l2")]
+    )
+    model.compile("sgd", "mse", metrics=["mae"])
+    data = (tf.zeros([4, 3]), tf.zeros([4, 2]))
+    assert model._distribute_strategy is None
+    assert model._call_has_training_arg
+    keras_compat.build(model, data)
+    assert model.optimizer.built
+    assert model._compile_metrics.built
+    assert [type(layer).__name__ for layer in keras_compat.layers_of(model)] == [
+        "InputLayer",
+        "Dense",
+    ]
+    assert callable(model._maybe_symbolic_build)
+    assert callable(model._aggregate_additional_loss)
+    assert isinstance(model._loss_tracker, keras.metrics.Mean)
+    loss = keras_compat.compute_loss(model, *data, keras_compat.call(model, data[0]), None)
+    assert float(loss) == 0
+
+
+def test_the_terms_of_a_compiled_loss():
+    x = keras.Input((3,))
+    outputs = [keras.layers.Dense(2, name=name)(x) for name in ("one", "two")]
+    model = keras.Model(x, outputs)
+    model.compile("sgd", ["mse", "mae"])
+    data = (tf.ones([4, 3]), [tf.ones([4, 2])] * 2)
+    keras_compat.build(model, data)
+    compile_loss = keras_compat.compile_loss_of(model)
+    replaced, recorded = [], []
+
+    def replace(loss):
+        replaced.append(loss.name)
+        return lambda y_true, y_pred, sample_weight: tf.constant(3.0)
+
+    value = keras_compat.with_terms(
+        compile_loss,
+        replace,
+        lambda metric, value: recorded.append((metric.name, float(value))),
+        lambda: compile_loss(data[1], model(data[0])),
+    )
+    assert float(value) == 6.0
+    assert replaced == ["mse", "mae"]
+    assert recorded == [("one_loss", 3.0), ("two_loss", 3.0)]
+
+
+def test_masks_are_attributes_of_tensors():
+    embedded = keras.layers.Embedding(4, 2, mask_zero=True)(tf.constant([[1, 0]]))
+    assert keras_compat.mask_of(embedded).numpy().tolist() == [[True, False]]
+    assert keras_compat.mask_of(tf.zeros([1])) is None
 
 
 def test_private_names_are_used_nowhere_else():

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from bigbatch.errors import MissingFrameworkError, explain
 
 if TYPE_CHECKING:
+    from bigbatch.keras.accumulate import accumulate as accumulate
+    from bigbatch.keras.accumulate import restore as restore
     from bigbatch.tf.accumulator import GradientAccumulator as GradientAccumulator
     from bigbatch.tf.gradients import value_and_gradients as value_and_gradients
 
@@ -19,10 +21,18 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "GradientAccumulator": "bigbatch.tf.accumulator",
+    "accumulate": "bigbatch.keras.accumulate",
+    "restore": "bigbatch.keras.accumulate",
     "value_and_gradients": "bigbatch.tf.gradients",
 }
 
-__all__ = ["GradientAccumulator", "__version__", "value_and_gradients"]
+__all__ = [
+    "GradientAccumulator",
+    "__version__",
+    "accumulate",
+    "restore",
+    "value_and_gradients",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,12 +41,12 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "tensorflow":
+        if error.name not in ("tensorflow", "keras"):
             raise
         raise MissingFrameworkError(
             explain(
-                received=f"bigbatch.{name} where TensorFlow is not installed",
-                expected="TensorFlow 2.16 or newer in this environment",
+                received=f"bigbatch.{name} where TensorFlow or Keras is not installed",
+                expected="TensorFlow 2.16 or newer with Keras 3 in this environment",
                 fix="pip install 'bigbatch[tensorflow]'",
             )
         ) from error

@@ -1,0 +1,86 @@
+"""Take the gradients that a `train_step` hands to its optimizers, without an update."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator
+
+import keras
+
+from bigbatch.errors import ContextError, explain
+from bigbatch.keras.patching import replaced
+from bigbatch.tf.compat import variables_of
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizers that a `train_step` may use: attributes of the model."""
+    found = [model.optimizer, *vars(model).values()]
+    unique = {id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}
+    return list(unique.values())
+
+
+class Collected:
+    """What one optimizer was given in one micro-batch."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.variables: list[Any] = []
+        self.gradients: list[Any] = []
+        self.is_weighted = False
+        """Whether the weight of the micro-batch is in the gradients already."""
+
+
+@contextlib.contextmanager
+def collecting(optimizers: list[Any], weigh: Callable[[Any], Any]) -> Iterator[list[Collected]]:
+    """Return a block in which `optimizer.apply` collects gradients and changes nothing.
+
+    `weigh(loss)` multiplies a loss by the weight of the micro-batch. It is applied where
+    Keras scales the loss, just before the backward pass; a `train_step` that does not scale
+    its loss gives gradients that have still to be weighted.
+    """
+    collected = [Collected(optimizer) for optimizer in optimizers]
+    with contextlib.ExitStack() as stack:
+        for one in collected:
+            stack.enter_context(
+                replaced(one.optimizer, apply=_apply(one), scale_loss=_scale_loss(one, weigh))
+            )
+        yield collected
+    collected[:] = [one for one in collected if one.variables]
+    if not collected:
+        raise ContextError(
+            explain(
+                received="a train_step that hands no gradients to an optimizer",
+                expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
+                fix="use optimizers that are attributes of the model",
+            )
+        )
+
+
+def _apply(collected: Collected) -> Callable[..., None]:
+    def apply(grads: Any, trainable_variables: Any = None) -> None:
+        if collected.variables:
+            raise ContextError(
+                explain(
+                    received=f"a train_step that applies gradients of the optimizer "
+                    f"{collected.optimizer.name!r} twice",
+                    expected="one update per optimizer and batch",
+                    fix="add the losses up and apply their gradients once, or give the second "
+                    "update an optimizer of its own",
+                )
+            )
+        if trainable_variables is None:
+            trainable_variables = variables_of(collected.optimizer)
+        collected.variables = list(trainable_variables)
+        collected.gradients = list(grads)
+
+    return apply
+
+
+def _scale_loss(collected: Collected, weigh: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    scale_loss = collected.optimizer.scale_loss
+
+    def weighted(loss: Any) -> Any:
+        collected.is_weighted = True
+        return scale_loss(weigh(loss))
+
+    return weighted

@@ -1,0 +1,114 @@
+"""The terms of a compiled loss and what each divides by.
+
+Every micro-batch i counts for nᵢ/N of the batch, its samples. A term that Keras divides by
+something else (valid elements under a mask, the sum of the sample weights, nothing) is
+multiplied by (Dᵢ/D)/(nᵢ/N), so that over the batch it is divided by the D of the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator
+
+import keras
+import tensorflow as tf
+
+from bigbatch.keras import compat
+from bigbatch.keras.patching import replaced
+from bigbatch.tf.values import WEIGHT_DTYPE
+
+SAMPLES = "samples"
+"""The denominator of a term that is a mean over samples: no correction is needed."""
+
+ONE = "one"
+"""The denominator of a term that is a sum: one for the whole batch, so that parts add up."""
+
+
+class DenominatorsNeededError(Exception):
+    """The denominators of the batch are needed to weight the terms of a micro-batch."""
+
+
+def denominator(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """Return what `loss` divides the sum over these samples by, or `SAMPLES`, or `ONE`.
+
+    This is the arithmetic of `keras.losses.Loss`, of which only the quotient is public.
+    """
+    if not isinstance(loss, keras.losses.Loss) or loss.reduction in (None, "none"):
+        return SAMPLES
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        return SAMPLES  # its own reduction: taken to be a mean over samples
+    if loss.reduction == "sum":
+        return ONE
+    convert = lambda value: keras.ops.convert_to_tensor(value, dtype=loss.dtype)  # noqa: E731
+    values = loss.call(
+        keras.tree.map_structure(convert, y_true), keras.tree.map_structure(convert, y_pred)
+    )
+    masks = [compat.mask_of(y_pred), compat.mask_of(values)]
+    masks = [mask for mask in masks if mask is not None]
+    if loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None):
+        weights = [*masks] if sample_weight is None else [*masks, sample_weight]
+        return tf.reduce_sum(_product(weights))
+    if not masks:
+        return SAMPLES
+    # As many elements as there are, less those under the mask.
+    mask = _product(masks)
+    elements = tf.cast(tf.size(values), WEIGHT_DTYPE)
+    return elements * tf.reduce_sum(mask) / tf.cast(tf.size(mask), WEIGHT_DTYPE)
+
+
+def _product(tensors: list[Any]) -> Any:
+    rank = min(tensor.shape.rank for tensor in tensors)
+    product = tf.ones([], WEIGHT_DTYPE)
+    for tensor in tensors:
+        # Keras drops a last dimension of one where ranks differ by it.
+        tensor = tf.squeeze(tensor, -1) if tensor.shape.rank > rank else tensor
+        product = product * tf.cast(tensor, WEIGHT_DTYPE)
+    return product
+
+
+class TermRecorder:
+    """Sees every term of the compiled loss in one micro-batch, and corrects its weight.
+
+    Args:
+        correction: called with the position of a term and its denominator in the micro-batch;
+            returns the factor to multiply it by.
+    """
+
+    def __init__(self, correction: Callable[[int, Any], Any]) -> None:
+        self._correction = correction
+        self.denominators: list[Any] = []
+        self.values: list[tuple[Any, Any]] = []
+        """Metrics that track a term, and the term's value in this micro-batch."""
+
+    @contextlib.contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Return a block in which the compiled loss of `model` passes through here."""
+        compile_loss = compat.compile_loss_of(model)
+        if compile_loss is None:
+            yield
+            return
+        original = compile_loss.call
+
+        def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return compat.with_terms(
+                compile_loss,
+                self._corrected,
+                self._record,
+                lambda: original(y_true, y_pred, sample_weight),
+            )
+
+        with replaced(compile_loss, call=call):
+            yield
+
+    def _corrected(self, loss: Any) -> Callable[..., Any]:
+        def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            position = len(self.denominators)
+            self.denominators.append(denominator(loss, y_true, y_pred, sample_weight))
+            value = loss(y_true, y_pred, sample_weight)
+            factor = self._correction(position, self.denominators[-1])
+            return value if factor is None else value * tf.cast(factor, value.dtype)
+
+        return call
+
+    def _record(self, metric: Any, value: Any) -> None:
+        self.values.append((metric, value))

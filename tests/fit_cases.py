@@ -1,0 +1,194 @@
+"""Models and data for `fit`: one case for each way a loss can be put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+SAMPLES = 50
+rng = np.random.default_rng(11)
+DENSE_X, DENSE_Y = rng.normal(size=(SAMPLES, 5)), rng.normal(size=(SAMPLES, 3))
+TOKENS = rng.integers(1, 6, (SAMPLES, 7))
+TOKENS[:, 3:] *= rng.random((SAMPLES, 4)) < 0.4  # zero is padding; some rows are short
+TOKEN_Y = rng.normal(size=(SAMPLES, 7, 2))
+WEIGHTS = rng.random(SAMPLES)
+layers = keras.layers
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to build, compile and fit; everything is made anew each time."""
+
+    make_model: Callable[[], Any]
+    x: Any = field(default_factory=lambda: DENSE_X)
+    y: Any = field(default_factory=lambda: DENSE_Y)
+    loss: Callable[[], Any] | None = lambda: "mse"
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(
+        0.01, global_clipnorm=0.1, use_ema=True
+    )
+    compile: dict[str, Any] = field(default_factory=dict)
+    fit: dict[str, Any] = field(default_factory=dict)
+
+    def train(self, prepare: Callable[[Any], Any] = lambda model: model, **fit: Any) -> Any:
+        """Return the model and its history after a few updates with ragged last batches."""
+        keras.utils.set_random_seed(3)
+        model = self.make_model()
+        model.compile(self.optimizer(), self.loss() if self.loss else None, **self.compile)
+        prepare(model)
+        options = {"batch_size": 20, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(self.x, self.y, **{**options, **self.fit, **fit})
+        return model, history.history
+
+
+def dense() -> Any:
+    return keras.Sequential(
+        [keras.Input((5,)), layers.Dense(8, "tanh"), layers.Dropout(0.0), layers.Dense(3)]
+    )
+
+
+def regularised() -> Any:
+    hidden = layers.Dense(8, "tanh", kernel_regularizer="l2", activity_regularizer="l1")
+    return keras.Sequential([keras.Input((5,)), hidden, layers.Dense(3, bias_regularizer="l2")])
+
+
+class AddsLoss(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.1 * tf.reduce_mean(tf.square(inputs)))
+        return inputs
+
+
+def adds_loss() -> Any:
+    return keras.Sequential(
+        [keras.Input((5,)), layers.Dense(8, "tanh"), AddsLoss(), layers.Dense(3)]
+    )
+
+
+def masked() -> Any:
+    return keras.Sequential(
+        [
+            keras.Input((7,), dtype="int32"),
+            layers.Embedding(6, 4, mask_zero=True),
+            layers.LSTM(6, return_sequences=True),
+            layers.Dense(2),
+        ]
+    )
+
+
+def two_outputs() -> Any:
+    tokens, x = keras.Input((7,), dtype="int32", name="tokens"), keras.Input((5,), name="x")
+    hidden = layers.LSTM(6, return_sequences=True)(
+        layers.Embedding(6, 4, mask_zero=True)(tokens)
+    )
+    sequence = layers.Dense(2, name="sequence")(hidden)
+    pooled = layers.Concatenate()([layers.GlobalAveragePooling1D()(hidden), layers.Dense(4)(x)])
+    outputs = {"sequence": sequence, "single": layers.Dense(3, name="single")(pooled)}
+    return keras.Model({"tokens": tokens, "x": x}, outputs)
+
+
+class OwnTrainStep(keras.Model):
+    """As in the Keras guide: its own tape, no scaling of the loss, its own logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = layers.Dense(8, "tanh"), layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"my_loss": loss, "norm": tf.reduce_mean(tf.square(y_pred))}
+
+
+class OwnComputeLoss(OwnTrainStep):
+    train_step = keras.Model.train_step
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return (
+            loss + 0.1 * tf.reduce_mean(tf.abs(y_pred)) + 0.01 * tf.nn.l2_loss(self.out.kernel)
+        )
+
+
+class TwoOptimizers(keras.Model):
+    """Two networks, each with its own optimizer and loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers.Dense(3), layers.Dense(3)
+        self.one_optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        self.two_optimizer = keras.optimizers.Adam(0.01, clipnorm=0.1)
+
+    def call(self, x):
+        return self.one(x) + self.two(x)
+
+    def train_step(self, data):
+        x, y = data
+        pairs = ((self.one, self.one_optimizer), (self.two, self.two_optimizer))
+        losses = {}
+        with tf.GradientTape(persistent=True) as tape:
+            for network, _ in pairs:
+                losses[network.name] = tf.reduce_mean(tf.square(y - network(x)))
+        for network, optimizer in pairs:
+            variables = network.trainable_variables
+            gradients = tape.gradient(losses[network.name], variables)
+            optimizer.apply_gradients(zip(gradients, variables))
+        return {"one": losses[self.one.name], "two": losses[self.two.name]}
+
+
+def frozen_and_unused() -> Any:
+    x = keras.Input((5,))
+    frozen = layers.Dense(6, "tanh")
+    frozen.trainable = False
+    return keras.Model(x, layers.Dense(3)(frozen(x)))
+
+
+def mean_squared_error(reduction: str) -> Callable[[], Any]:
+    return lambda: keras.losses.MeanSquaredError(reduction=reduction)
+
+
+TWO_OUTPUTS = {
+    "x": {"tokens": TOKENS, "x": DENSE_X},
+    "y": {"sequence": TOKEN_Y, "single": DENSE_Y},
+    "loss": lambda: {"sequence": "mse", "single": "mae"},
+    "compile": {
+        "loss_weights": {"sequence": 0.7, "single": 2.0},
+        "metrics": {"sequence": ["mae"], "single": ["mae"]},
+    },
+}
+CASES = {
+    "dense": Case(dense, compile={"metrics": ["mae"], "weighted_metrics": ["mse"]}),
+    "regularised": Case(regularised),
+    "add_loss": Case(adds_loss),
+    "sum": Case(regularised, loss=mean_squared_error("sum")),
+    "sample weights": Case(dense, fit={"sample_weight": WEIGHTS}),
+    "mean with sample weights": Case(
+        regularised,
+        loss=mean_squared_error("mean_with_sample_weight"),
+        fit={"sample_weight": WEIGHTS},
+    ),
+    "class weights": Case(
+        dense,
+        y=rng.integers(0, 3, SAMPLES),
+        loss=lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        fit={"class_weight": {0: 0.2, 1: 1.0, 2: 3.0}},
+    ),
+    "masked": Case(masked, TOKENS, TOKEN_Y, compile={"metrics": ["mae"]}),
+    "masked, mean with sample weights": Case(
+        masked, TOKENS, TOKEN_Y, loss=mean_squared_error("mean_with_sample_weight")
+    ),
+    "two outputs": Case(two_outputs, **TWO_OUTPUTS),
+    "own train_step": Case(OwnTrainStep),
+    "own compute_loss": Case(OwnComputeLoss),
+    "two optimizers": Case(TwoOptimizers, loss=None, optimizer=keras.optimizers.SGD),
+    "frozen and unused": Case(frozen_and_unused),
+}
