@@ -9,7 +9,15 @@ import tensorflow as tf
 
 import bigbatch
 
-from problems import dense_problem, optimizers
+from problems import (
+    TOLERANCE,
+    cut,
+    dense_problem,
+    embedding_problem,
+    largest_difference,
+    optimizers,
+    train_full_batch,
+)
 
 
 class Recorder:
@@ -54,6 +62,46 @@ def test_configuration_and_counters_stay_the_users(name):
     assert {k: v for k, v in optimizer.get_config().items() if k != "learning_rate"} == {
         k: v for k, v in before.items() if k != "learning_rate"
     }
+
+
+def built_in_optimizers():
+    """Return a function that makes each of the optimizers that Keras has."""
+    kinds = {
+        name: kind
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
+    }
+    del kinds["Optimizer"], kinds["LossScaleOptimizer"]  # abstract; tested below
+    if "MultiOptimizer" in kinds:
+        kinds["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(
+                keras.optimizers.SGD(), {".*embedding.*": keras.optimizers.Adam()}
+            )
+        )
+    return kinds
+
+
+def test_all_built_in_optimizers_are_found():
+    assert {"SGD", "Adam", "AdamW", "Lion", "RMSprop"} <= set(built_in_optimizers())
+
+
+@pytest.mark.parametrize("name", built_in_optimizers())
+def test_every_built_in_optimizer_makes_the_update_of_the_full_batch(name):
+    kind = built_in_optimizers()[name]
+    dtype = "float32" if name == "Muon" else "float64"  # Keras' Muon takes no float64
+    problem = embedding_problem(dtype)
+    expected = train_full_batch(problem, kind, 3)
+    model, optimizer = problem.build(kind)
+    variables = model.trainable_variables
+    accumulator = bigbatch.GradientAccumulator(optimizer, variables, accumulation_steps=3)
+    for _ in range(3):
+        for x, y in cut(problem, [11, 4, 9]):
+            with tf.GradientTape() as tape:
+                loss = problem.mean_loss(model, x, y)
+            accumulator.accumulate(tape.gradient(loss, variables), weight=len(x))
+            accumulator.apply_when_full()
+    # Ten times the tolerance of one update: some divide by tiny second moments.
+    assert largest_difference(model, expected) <= 10 * TOLERANCE[dtype]
 
 
 def test_the_learning_rate_can_be_changed_between_updates():
