@@ -38,6 +38,7 @@ class GradientWindow:
         # Reductions over replicas are packed only in a graph.
         self._compiled_sums = tf.function(self._sums, autograph=False)
         self._compiled_reset = tf.function(self._reset, autograph=False)
+        self._compiled_reserve = tf.function(self._reserve_rows, autograph=False)
 
     def refuse_replica_context(self, name: str) -> None:
         """Raise if the calling code runs inside `strategy.run`."""
@@ -239,21 +240,31 @@ class GradientWindow:
 
     def _sums(self, kinds: tuple[int, ...]) -> list[Any]:
         """Return the weight and the sums of the window over all replicas."""
+        travels = self.strategy.num_replicas_in_sync > 1
         wide = any(buffer.dtype == tf.float64 for buffer in self._buffers)
 
         def local() -> list[Any]:
-            # The weight travels with the gradients, in their type: one reduction for all.
-            weight = tf.cast(self._weight.read_value(), WEIGHT_DTYPE if wide else tf.float32)
+            weight = self._weight.read_value()
+            if travels and not wide:
+                # With the gradients, in their type: one reduction for all.
+                weight = tf.cast(weight, tf.float32)
             return [weight, *(b.value(kind) for b, kind in zip(self._buffers, kinds))]
 
         return replicas.sum_from_outside(self.strategy, local)
 
     def _reserve(self) -> None:
         """Make room on every replica for functions that XLA has compiled."""
-        compiled = [buffer for buffer in self._buffers if buffer.rows_per_microbatch]
-        if compiled:
-            reserve = lambda: [buffer.reserve(self.length) for buffer in compiled]  # noqa: E731
-            tf.function(lambda: self.strategy.run(reserve), autograph=False)()
+        rows = tuple(buffer.rows_per_microbatch for buffer in self._buffers)
+        if any(rows):
+            self._compiled_reserve(rows)
+
+    def _reserve_rows(self, rows: tuple[int, ...]) -> None:
+        def local() -> None:
+            for buffer, count in zip(self._buffers, rows):
+                if count:
+                    buffer.reserve(self.length)
+
+        self.strategy.run(local)
 
     def _reset(self) -> None:
         def local() -> None:
