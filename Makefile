@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check format clean
+.PHONY: demo test check figures format clean
 
 demo: .venv/installed ## train digits with a full batch and with accumulation, and compare
 	@$(BIN)/python examples/00_digits.py
@@ -20,6 +20,9 @@ check: .venv/installed ## what CI runs: format, lint, types, tests
 	@echo "== Types"
 	@$(BIN)/pyright
 	@$(MAKE) --no-print-directory test
+
+figures: .venv/installed ## measure again what the README shows
+	@$(BIN)/python benchmarks/memory.py
 
 format: .venv/installed ## format and fix what can be fixed
 	@$(BIN)/ruff format .

@@ -39,12 +39,18 @@ def blocks(path: Path) -> str:
 )
 def test_code_in_documents_runs(path, tmp_path):
     program = tmp_path / "blocks.py"
-    program.write_text(blocks(path))
-    run(str(program))
+    program.write_text(blocks(path) + "\nprint('done')")
+    assert run(str(program)).endswith("done\n")
 
 
 def test_readme_has_code():
     assert "bigbatch.GradientAccumulator" in blocks(ROOT / "README.md")
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert "benchmarks/results/memory.png" in links
+    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -54,6 +60,9 @@ def test_examples_run(path):
 
 def test_the_demo_shows_equality_and_less_memory():
     output = run(str(ROOT / "examples/00_digits.py"))
+    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    labels = [line[:24] for line in shown.splitlines()]
+    assert labels == [line[:24] for line in output.splitlines()[-len(labels) :]]
     (difference,) = re.findall(r"largest difference of any weight: (\S+)", output)
     assert float(difference) <= 5e-6  # rounding of float32 over 20 updates with Adam
     (losses,) = re.findall(r"final loss +(\S+) +(\S+)", output)
