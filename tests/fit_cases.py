@@ -145,6 +145,69 @@ class TwoOptimizers(keras.Model):
         return {"one": losses[self.one.name], "two": losses[self.two.name]}
 
 
+class OwnTracker(OwnTrainStep):
+    """The pattern of the Keras guide: a metric that is updated with the loss of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def train_step(self, data):
+        self.tracker.update_state(super().train_step(data)["my_loss"])
+        return {"loss": self.tracker.result()}
+
+
+class NoCall(OwnTrainStep):
+    """Cannot be built before its first `train_step`."""
+
+    call = keras.Model.call
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(y - self.out(self.hidden(x))))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class OptimizerOfALayer(OwnTrainStep):
+    """One optimizer belongs to a layer, one stands in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden.own_optimizer = keras.optimizers.SGD(0.1)
+        self.optimizers = [keras.optimizers.SGD(0.2)]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(y - self(x)))
+        pairs = ((self.hidden, self.hidden.own_optimizer), (self.out, self.optimizers[0]))
+        for layer, optimizer in pairs:
+            variables = layer.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
+        return {"loss": loss}
+
+
+class OwnStateInLoss(OwnTrainStep):
+    """Changes a metric whenever its loss is computed."""
+
+    train_step = keras.Model.train_step
+
+    def __init__(self):
+        super().__init__()
+        self.total = keras.metrics.Sum(name="total")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        self.total.update_state(tf.abs(y - y_pred))
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+def scalar_loss(y_true: Any, y_pred: Any) -> Any:
+    return tf.reduce_mean(tf.square(y_true - y_pred))
+
+
 def frozen_and_unused() -> Any:
     x = keras.Input((5,))
     frozen = layers.Dense(6, "tanh")
@@ -187,7 +250,18 @@ CASES = {
         masked, TOKENS, TOKEN_Y, loss=mean_squared_error("mean_with_sample_weight")
     ),
     "two outputs": Case(two_outputs, **TWO_OUTPUTS),
+    "masked, reduced by the loss function": Case(
+        masked, TOKENS, TOKEN_Y, loss=lambda: scalar_loss
+    ),
     "own train_step": Case(OwnTrainStep),
+    "own tracker": Case(OwnTracker),
+    "no call": Case(NoCall, loss=None, optimizer=keras.optimizers.SGD),
+    "optimizer of a layer": Case(OptimizerOfALayer, loss=None, optimizer=keras.optimizers.SGD),
+    "own state in the loss": Case(
+        OwnStateInLoss,
+        loss=mean_squared_error("mean_with_sample_weight"),
+        fit={"sample_weight": WEIGHTS},
+    ),
     "own compute_loss": Case(OwnComputeLoss),
     "two optimizers": Case(TwoOptimizers, loss=None, optimizer=keras.optimizers.SGD),
     "frozen and unused": Case(frozen_and_unused),

@@ -84,8 +84,7 @@ def test_the_trainer_of_keras():
     assert callable(model._maybe_symbolic_build)
     assert callable(model._aggregate_additional_loss)
     assert isinstance(model._loss_tracker, keras.metrics.Mean)
-    loss = keras_compat.compute_loss(model, *data, keras_compat.call(model, data[0]), None)
-    assert float(loss) == 0
+    assert keras_compat.call(model, data[0]).shape == (4, 2)
 
 
 def test_the_terms_of_a_compiled_loss():

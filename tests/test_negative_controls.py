@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from bigbatch.keras import engine
+from bigbatch.keras.batch_norm import BatchNorm
+from bigbatch.keras.engine import _Share
 from bigbatch.tf import gradients as gradients_module
 from bigbatch.tf.buffers import GradientBuffer
 from bigbatch.tf.window import GradientWindow
+from fit_cases import CASES
 
-from contract import test_buffers, test_equality, test_last_window
-from problems import dense_problem
+from contract import test_buffers, test_equality, test_fit, test_last_window
+from problems import TOLERANCE, dense_problem
 
 
 def mean_of_means(monkeypatch):
@@ -68,5 +72,52 @@ def test_the_contract_catches_a_mean_of_means_without_state(monkeypatch):
 
     check()
     monkeypatch.setattr(gradients_module, "sample_count", lambda _: np.float64(6.0))
+    with pytest.raises(AssertionError):
+        check()
+
+
+def uncorrected_terms(monkeypatch):
+    monkeypatch.setattr(_Share, "_correction", lambda *_: None)
+
+
+def unweighted_micro_batches(monkeypatch):
+    monkeypatch.setattr(engine, "sample_count", lambda _: 7)
+
+
+def spread_of_the_means_left_out(monkeypatch):
+    def moments(self, samples):
+        weight = tf.cast(samples, tf.float64)
+        return [
+            (weight * tf.cast(mean - old, tf.float64), weight * tf.cast(variance, tf.float64))
+            for (mean, variance), (old, _) in zip(self._statistics(), self._before)
+        ]
+
+    monkeypatch.setattr(BatchNorm, "moments", moments)
+
+
+def fit_case(name):
+    def check():
+        result, expected = CASES[name].train(test_fit.accumulated()), CASES[name].train()
+        test_fit.check_same(result, expected, TOLERANCE["float32"])
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("mistake", "check"),
+    [
+        (uncorrected_terms, fit_case("masked")),
+        (uncorrected_terms, fit_case("sum")),
+        (uncorrected_terms, fit_case("two outputs")),
+        (unweighted_micro_batches, fit_case("dense")),
+        (
+            spread_of_the_means_left_out,
+            test_fit.test_pooled_statistics_are_those_of_the_full_batch,
+        ),
+    ],
+    ids=["masked", "sum", "two outputs", "mean of means", "spread left out"],
+)
+def test_the_contract_of_fit_catches(mistake, check, monkeypatch):
+    mistake(monkeypatch)
     with pytest.raises(AssertionError):
         check()

@@ -8,14 +8,23 @@ from typing import Any, Callable, Iterator
 import keras
 
 from bigbatch.errors import ContextError, explain
+from bigbatch.keras import compat
 from bigbatch.keras.patching import replaced
 from bigbatch.tf.compat import variables_of
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizers that a `train_step` may use: attributes of the model."""
-    found = [model.optimizer, *vars(model).values()]
-    unique = {id(one): one for one in found if isinstance(one, keras.optimizers.Optimizer)}
+    """Return the optimizers that a `train_step` may use: attributes of the model or its layers.
+
+    They may also stand in a list, tuple or dict that is such an attribute.
+    """
+    unique: dict[int, Any] = {}
+    for owner in (model, *compat.layers_of(model)):
+        for value in list(vars(owner).values()):
+            values = value.values() if isinstance(value, dict) else value
+            for one in values if isinstance(value, (list, tuple, dict)) else (value,):
+                if isinstance(one, keras.optimizers.Optimizer):
+                    unique.setdefault(id(one), one)
     return list(unique.values())
 
 
@@ -49,9 +58,10 @@ def collecting(optimizers: list[Any], weigh: Callable[[Any], Any]) -> Iterator[l
     if not collected:
         raise ContextError(
             explain(
-                received="a train_step that hands no gradients to an optimizer",
+                received="a train_step that hands no gradients to an optimizer, or a model "
+                "without trainable weights",
                 expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
-                fix="use optimizers that are attributes of the model",
+                fix="use optimizers that are attributes of the model; set trainable = True",
             )
         )
 

@@ -22,7 +22,10 @@ def build(model: Any, data: Any) -> None:
     """Create the state of the model, its metrics, loss and optimizer for such `data`."""
     strategy = model._distribute_strategy
     if strategy is None:
-        model._symbolic_build(data_batch=data)
+        # Models that Keras cannot build without data (no `call`, ragged inputs) are built in
+        # the first trace, as Keras itself does.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            model._symbolic_build(data_batch=data)
         return
     # From one replica's part. Keras averages the parts, which fails if they differ in size.
     data = tf.nest.map_structure(
@@ -53,11 +56,6 @@ def layers_of(model: Any) -> list[Any]:
 def call(model: Any, x: Any) -> Any:
     """Call the model in inference mode."""
     return model(x, training=False) if model._call_has_training_arg else model(x)
-
-
-def compute_loss(model: Any, *arguments: Any) -> Any:
-    """Call `model.compute_loss`, with or without the argument `training`."""
-    return model._compute_loss(*arguments, training=True)
 
 
 def compile_loss_of(model: Any) -> Any:

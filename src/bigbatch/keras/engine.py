@@ -74,6 +74,7 @@ class _Share:
         self._global_count: Any = None if self._replicas > 1 else self._count
         self._denominators: list[Any] | None = None
         self._term_metrics: list[Any] = []
+        self._mean_metrics: list[Any] = []
         self.collected: list[Collected] = []
         self.structure: Any = None
 
@@ -87,7 +88,7 @@ class _Share:
                 counts = replicas.sum_from_inside(counts)
             self._global_count, *self._denominators = counts
             sums = self._total(self._micro_batch)
-        self._update_term_metrics(sums.pop("terms"))
+        self._update_metrics(sums.pop("terms"), sums.pop("means"))
         sums["logs"] = self._logs(sums["logs"])
         if self._replicas > 1:
             sums["gradients"] = [
@@ -113,10 +114,12 @@ class _Share:
             logs = self._model.train_step(data)
         self.collected = collected
         self._term_metrics = [metric for metric, _ in recorder.values]
+        self._mean_metrics = [metric for metric, _ in recorder.means]
         return {
             "gradients": [_weighted(one, weight) for one in collected],
             "logs": {name: _times(value, samples) for name, value in logs.items()},
             "terms": [_times(value, samples / self._replicas) for _, value in recorder.values],
+            "means": [_times(value, samples) for _, value in recorder.means],
             "moments": self._norm.moments(samples),
         }
 
@@ -136,23 +139,28 @@ class _Share:
         """Return what the terms divide by; of the forward pass only masks are computed."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         recorder = TermRecorder(lambda *_: None)
+        # The compiled loss alone: an own compute_loss may change state, and must not twice.
         with recorder.watching(self._model):
-            compat.compute_loss(self._model, x, y, compat.call(self._model, x), sample_weight)
+            compat.compile_loss_of(self._model)(y, compat.call(self._model, x), sample_weight)
         samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
         return [samples if isinstance(d, str) else d for d in recorder.denominators]
 
-    def _update_term_metrics(self, sums: list[Any]) -> None:
-        """Update the metric of each term once per batch, as Keras does."""
-        if not sums:
+    def _update_metrics(self, terms: list[Any], means: list[Any]) -> None:
+        """Update once per batch what Keras updates with one number per batch."""
+        if not terms and not means:
             return
-        count = self._batch.count
-        weight = count if isinstance(count, int) else None
+        # Of a batch, which counts as one; the parts of the replicas have to make that up.
+        part = None
         if self._replicas > 1:
-            # The replicas' parts have to make up one update of the batch.
-            everywhere = replicas.sum_from_inside(self._count)
-            weight = count if isinstance(count, int) else self._count / everywhere
-        for metric, value in zip(self._term_metrics, sums):
-            metric.update_state(_divided(value, self._count), sample_weight=weight)
+            part = self._count / replicas.sum_from_inside(self._count)
+        # Keras weights the terms of the loss by the batch size, if that is known.
+        known = self._batch.count if isinstance(self._batch.count, int) else part
+        for metrics, sums, weight in (
+            (self._term_metrics, terms, known),
+            (self._mean_metrics, means, part),
+        ):
+            for metric, value in zip(metrics, sums):
+                metric.update_state(_divided(value, self._count), sample_weight=weight)
 
     def _logs(self, sums: dict[str, Any]) -> dict[str, Any]:
         """Return the logs of this share, weighted: metrics as they are now, else the sums."""

@@ -8,6 +8,7 @@ multiplied by (Dᵢ/D)/(nᵢ/N), so that over the batch it is divided by the D o
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Callable, Iterator
 
 import keras
@@ -37,12 +38,14 @@ def denominator(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         return SAMPLES
     if type(loss).__call__ is not keras.losses.Loss.__call__:
         return SAMPLES  # its own reduction: taken to be a mean over samples
-    if loss.reduction == "sum":
-        return ONE
     convert = lambda value: keras.ops.convert_to_tensor(value, dtype=loss.dtype)  # noqa: E731
     values = loss.call(
         keras.tree.map_structure(convert, y_true), keras.tree.map_structure(convert, y_pred)
     )
+    if values.shape.rank == 0:
+        return SAMPLES  # reduced by the user's function, and left alone by Keras
+    if loss.reduction == "sum":
+        return ONE
     masks = [compat.mask_of(y_pred), compat.mask_of(values)]
     masks = [mask for mask in masks if mask is not None]
     if loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None):
@@ -79,11 +82,22 @@ class TermRecorder:
         self.denominators: list[Any] = []
         self.values: list[tuple[Any, Any]] = []
         """Metrics that track a term, and the term's value in this micro-batch."""
+        self.means: list[tuple[Any, Any]] = []
+        """Metrics that a `train_step` updates with one number, and that number."""
 
     @contextlib.contextmanager
     def watching(self, model: Any) -> Iterator[None]:
-        """Return a block in which the compiled loss of `model` passes through here."""
-        compile_loss = compat.compile_loss_of(model)
+        """Return a block in which losses and the values of `Mean` metrics pass through here."""
+        with contextlib.ExitStack() as stack:
+            for metric in model.metrics:
+                if type(metric) is keras.metrics.Mean:
+                    update_state = functools.partial(self._update, metric, metric.update_state)
+                    stack.enter_context(replaced(metric, update_state=update_state))
+            stack.enter_context(self._watching_loss(compat.compile_loss_of(model)))
+            yield
+
+    @contextlib.contextmanager
+    def _watching_loss(self, compile_loss: Any) -> Iterator[None]:
         if compile_loss is None:
             yield
             return
@@ -109,6 +123,16 @@ class TermRecorder:
             return value if factor is None else value * tf.cast(factor, value.dtype)
 
         return call
+
+    def _update(
+        self, metric: Any, update_state: Any, values: Any, sample_weight: Any = None
+    ) -> None:
+        """Update a metric, unless it is with one number: that counts once per batch."""
+        values = keras.ops.convert_to_tensor(values)
+        if values.shape.rank == 0 and sample_weight is None:
+            self.means.append((metric, values))
+        else:
+            update_state(values, sample_weight=sample_weight)
 
     def _record(self, metric: Any, value: Any) -> None:
         self.values.append((metric, value))

@@ -67,7 +67,5 @@ def make_train_function(
 
 def _without_optionals(data: Any) -> Any:
     """Return data, or its types, with `None` where Keras' adapters have an empty `Optional`."""
-    optionals = (tf.experimental.Optional, tf.OptionalSpec)
-    return tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, optionals) else leaf, data
-    )
+    missing = (tf.experimental.Optional, tf.OptionalSpec, type(tf.type_spec_from_value(None)))
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, data)
