@@ -166,12 +166,16 @@ def test_mixed_precision(policy):
         finally:
             keras.config.set_dtype_policy("float32")
 
-    # A sample's rounding to 16 bits does not depend on its batch; sums are in float32.
+    # The gradients of a micro-batch are rounded to 16 bits, those of the batch once: with 11
+    # bits of precision, or 8. A mean of means is off by 2e-2.
     result, expected = train(accumulated()), train(lambda model: model)
     if policy == "mixed_float16":
         assert isinstance(result[0].optimizer, keras.optimizers.LossScaleOptimizer)
     assert int(result[0].optimizer.iterations) == int(expected[0].optimizer.iterations)
-    assert largest_difference(result[0], expected[0]) <= 2e-3
+    assert (
+        largest_difference(result[0], expected[0])
+        <= {"mixed_float16": 1e-5, "mixed_bfloat16": 1e-4}[policy]
+    )
 
 
 def batch_norm_model():

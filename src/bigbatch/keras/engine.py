@@ -45,7 +45,7 @@ class SplitEngine:
             share = _Share(model, data, self._microbatch_size, norm)
             return tf.nest.flatten(share.run())
 
-        flat = replicas.sum_from_outside(strategy, local, (data,))
+        flat = replicas.sum_from_outside(strategy, model.trainable_variables, local, (data,))
         sums = tf.nest.pack_sequence_as(share.structure, flat)
         count = sums["samples"]
         with outside_strategy_scope():

@@ -6,6 +6,8 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from bigbatch.tf.values import widened
+
 
 def inside_one_of_many() -> bool:
     """Say whether the calling code runs inside `strategy.run` on several replicas."""
@@ -20,7 +22,10 @@ def sum_from_inside(value: Any) -> Any:
 
 
 def sum_from_outside(
-    strategy: Any, local: Callable[..., list[Any]], arguments: tuple[Any, ...] = ()
+    strategy: Any,
+    variables: list[Any],
+    local: Callable[..., list[Any]],
+    arguments: tuple[Any, ...] = (),
 ) -> list[Any]:
     """Return the sum over all replicas of what `local(*arguments)` returns on each.
 
@@ -30,6 +35,8 @@ def sum_from_outside(
 
     Args:
         strategy: the strategy whose replicas are summed over.
+        variables: the variables whose gradients are among the values. Counts and statistics
+            travel in the type of the gradients, whatever they are kept in.
         local: returns this replica's list of tensors, `IndexedSlices` and `None`; the same
             kinds on every replica.
         arguments: what to call it with, replica by replica.
@@ -39,12 +46,14 @@ def sum_from_outside(
     """
     if strategy.num_replicas_in_sync == 1:
         return _first_local(strategy, strategy.run(local, args=arguments))
+    wide = any(widened(variable.dtype) == tf.float64 for variable in variables)
+    dtype = tf.float64 if wide else tf.float32
 
     def reduced(*arguments: Any) -> list[Any]:
         values = local(*arguments)
         context = tf.distribute.get_replica_context()
         dense = [value for value in values if isinstance(value, tf.Tensor)]
-        sums = iter(_unpacked(sum_from_inside(_packed(dense)), dense))
+        sums = iter(_unpacked(sum_from_inside(_packed(dense, dtype)), dense))
         return [
             next(sums) if isinstance(value, tf.Tensor) else _gathered(context, value)
             for value in values
@@ -53,8 +62,7 @@ def sum_from_outside(
     return _first_local(strategy, strategy.run(reduced, args=arguments))
 
 
-def _packed(tensors: list[Any]) -> Any:
-    dtype = tf.float64 if any(t.dtype == tf.float64 for t in tensors[1:]) else tf.float32
+def _packed(tensors: list[Any], dtype: Any) -> Any:
     return tf.concat([tf.cast(tf.reshape(t, [-1]), dtype) for t in tensors], 0)
 
 

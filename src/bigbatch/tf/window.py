@@ -151,7 +151,7 @@ class GradientWindow:
         """Return the weighted mean over micro-batches and replicas, as a tape would give it."""
         weight, *sums = self._sums(kinds)
         # Zero if every micro-batch had weight zero: then so is the mean.
-        scale = tf.math.reciprocal_no_nan(tf.cast(weight, WEIGHT_DTYPE))
+        scale = tf.math.reciprocal_no_nan(weight)
         return [
             as_gradient_of(variable, value, scale)
             for variable, value in zip(self._variables, sums)
@@ -240,17 +240,12 @@ class GradientWindow:
 
     def _sums(self, kinds: tuple[int, ...]) -> list[Any]:
         """Return the weight and the sums of the window over all replicas."""
-        travels = self.strategy.num_replicas_in_sync > 1
-        wide = any(buffer.dtype == tf.float64 for buffer in self._buffers)
 
         def local() -> list[Any]:
-            weight = self._weight.read_value()
-            if travels and not wide:
-                # With the gradients, in their type: one reduction for all.
-                weight = tf.cast(weight, tf.float32)
-            return [weight, *(b.value(kind) for b, kind in zip(self._buffers, kinds))]
+            values = (buffer.value(kind) for buffer, kind in zip(self._buffers, kinds))
+            return [self._weight.read_value(), *values]
 
-        return replicas.sum_from_outside(self.strategy, local)
+        return replicas.sum_from_outside(self.strategy, self._variables, local)
 
     def _reserve(self) -> None:
         """Make room on every replica for functions that XLA has compiled."""
