@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+import bigbatch
+
+from problems import largest_difference
 
 SAMPLES = 50
 rng = np.random.default_rng(11)
@@ -17,6 +21,14 @@ TOKENS[:, 3:] *= rng.random((SAMPLES, 4)) < 0.4  # zero is padding; some rows ar
 TOKEN_Y = rng.normal(size=(SAMPLES, 7, 2))
 WEIGHTS = rng.random(SAMPLES)
 layers = keras.layers
+
+
+BATCH = 21
+MODES = {
+    "split": ({"microbatch_size": 8}, BATCH),  # 8 + 8 + 5 samples
+    "window": ({"accumulation_steps": 3}, BATCH // 3),  # the last window: 7 + 1 samples
+}
+"""What `accumulate` is given, and the `batch_size` of `fit`, for updates of `BATCH` samples."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +51,31 @@ class Case:
         model = self.make_model()
         model.compile(self.optimizer(), self.loss() if self.loss else None, **self.compile)
         prepare(model)
-        options = {"batch_size": 20, "epochs": 2, "shuffle": False, "verbose": 0}
+        options = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0}
         history = model.fit(self.x, self.y, **{**options, **self.fit, **fit})
         return model, history.history
+
+    def accumulate(self, mode: str, options: dict[str, Any] | None = None, **fit: Any) -> Any:
+        """Return what `train` returns, accumulated in one of `MODES`."""
+        setting, batch_size = MODES[mode]
+        setting = {**setting, **(options or {})}
+        fit = {"batch_size": batch_size, **fit}
+        return self.train(lambda model: bigbatch.accumulate(model, **setting), **fit)
+
+    def compiled(self, **options: Any) -> Case:
+        """Return the same case with other arguments of `compile`."""
+        return replace(self, compile={**self.compile, **options})
+
+
+def check_same(result: Any, expected: Any, tolerance: float) -> None:
+    """Compare what two trainings returned: updates, weights, history."""
+    (model, history), (reference, reference_history) = result, expected
+    iterations = [int(one.optimizer.iterations.numpy()) for one in (model, reference)]
+    assert iterations[0] == iterations[1]
+    assert largest_difference(model, reference) <= tolerance
+    assert history.keys() == reference_history.keys()
+    for name, values in reference_history.items():
+        np.testing.assert_allclose(history[name], values, rtol=tolerance, atol=tolerance)
 
 
 def dense() -> Any:
@@ -72,17 +106,21 @@ def masked() -> Any:
         [
             keras.Input((7,), dtype="int32"),
             layers.Embedding(6, 4, mask_zero=True),
-            layers.LSTM(6, return_sequences=True),
+            layers.Dense(6, "tanh"),
             layers.Dense(2),
         ]
     )
 
 
+def recurrent() -> Any:
+    tokens = keras.Input((7,), dtype="int32")
+    embedded = layers.Embedding(6, 4, mask_zero=True)(tokens)
+    return keras.Model(tokens, layers.Dense(2)(layers.LSTM(3, return_sequences=True)(embedded)))
+
+
 def two_outputs() -> Any:
     tokens, x = keras.Input((7,), dtype="int32", name="tokens"), keras.Input((5,), name="x")
-    hidden = layers.LSTM(6, return_sequences=True)(
-        layers.Embedding(6, 4, mask_zero=True)(tokens)
-    )
+    hidden = layers.Dense(6, "tanh")(layers.Embedding(6, 4, mask_zero=True)(tokens))
     sequence = layers.Dense(2, name="sequence")(hidden)
     pooled = layers.Concatenate()([layers.GlobalAveragePooling1D()(hidden), layers.Dense(4)(x)])
     outputs = {"sequence": sequence, "single": layers.Dense(3, name="single")(pooled)}
@@ -246,6 +284,7 @@ CASES = {
         fit={"class_weight": {0: 0.2, 1: 1.0, 2: 3.0}},
     ),
     "masked": Case(masked, TOKENS, TOKEN_Y, compile={"metrics": ["mae"]}),
+    "recurrent": Case(recurrent, TOKENS, TOKEN_Y),
     "masked, mean with sample weights": Case(
         masked, TOKENS, TOKEN_Y, loss=mean_squared_error("mean_with_sample_weight")
     ),

@@ -80,6 +80,23 @@ def optimizers() -> dict[str, Callable[[], Any]]:
     }
 
 
+def built_in_optimizers() -> dict[str, Callable[[], Any]]:
+    """Return a function that makes each of the optimizers that Keras has."""
+    kinds: dict[str, Any] = {
+        name: kind
+        for name, kind in vars(keras.optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
+    }
+    del kinds["Optimizer"], kinds["LossScaleOptimizer"]  # abstract; tested by itself
+    if "MultiOptimizer" in kinds:
+        kinds["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(
+                keras.optimizers.SGD(), {".*embedding.*": keras.optimizers.Adam()}
+            )
+        )
+    return kinds
+
+
 def train_full_batch(problem: Problem, make_optimizer: Callable[[], Any], updates: int) -> Any:
     """Return the model after plain training: the reference of every equality test."""
     model, optimizer = problem.build(make_optimizer)

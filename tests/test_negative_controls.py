@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from bigbatch.keras import engine
+from bigbatch.keras import runner
 from bigbatch.keras.batch_norm import BatchNorm
-from bigbatch.keras.engine import _Share
+from bigbatch.keras.runner import Runner
 from bigbatch.tf import gradients as gradients_module
 from bigbatch.tf.buffers import GradientBuffer
 from bigbatch.tf.window import GradientWindow
@@ -77,11 +77,11 @@ def test_the_contract_catches_a_mean_of_means_without_state(monkeypatch):
 
 
 def uncorrected_terms(monkeypatch):
-    monkeypatch.setattr(_Share, "_correction", lambda *_: None)
+    monkeypatch.setattr(Runner, "_correction", lambda *_: None)
 
 
 def unweighted_micro_batches(monkeypatch):
-    monkeypatch.setattr(engine, "sample_count", lambda _: 7)
+    monkeypatch.setattr(runner, "sample_count", lambda _: 7)
 
 
 def spread_of_the_means_left_out(monkeypatch):

@@ -7,10 +7,13 @@ import json
 import numpy as np
 import pytest
 
+from fit_cases import CASES
+
 from problems import TOLERANCE, embedding_problem, optimizers, train_full_batch
 from workers.cluster import WorkerError, run_workers
 
 UPDATES = 3
+MODES = ("split", "window")
 
 
 @pytest.mark.slow
@@ -26,3 +29,29 @@ def test_two_workers_equal_the_full_batch():
 def test_when_a_worker_dies_none_is_left_behind():
     with pytest.raises(WorkerError, match=r"exit codes \[-?\d+, 3\]"):
         run_workers("accumulator.py", "die", timeout=120)
+
+
+@pytest.mark.slow
+def test_fit_on_two_workers_equals_the_full_batch_on_one_device():
+    outputs = [json.loads(output.splitlines()[-1]) for output in run_workers("fit.py")]
+    for name in ("dense", "two outputs", "own train_step"):
+        case = CASES[name]
+        model, history = case.train(batch_size=20)
+        logs = model.evaluate(case.x, case.y, verbose=0, return_dict=True)
+        for result in (output[f"{name}, {mode}"] for output in outputs for mode in MODES):
+            for one, two in zip(result["weights"], model.get_weights()):
+                np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float32"])
+            compared = [(result["history"], history)]
+            if name != "two outputs":  # Keras evaluates the mean of the replicas' masked means
+                compared.append((result["logs"], logs))
+            for one, two in compared:
+                assert one.keys() == two.keys()
+                for key, values in two.items():
+                    np.testing.assert_allclose(one[key], values, rtol=TOLERANCE["float32"])
+
+
+@pytest.mark.slow
+def test_fit_stops_with_an_error_when_a_worker_dies():
+    with pytest.raises(WorkerError, match=r"exit codes \[1, 3\]") as error:
+        run_workers("fit.py", "die", timeout=150, patience=120)
+    assert "another worker" in str(error.value)

@@ -11,6 +11,7 @@ import bigbatch
 
 from problems import (
     TOLERANCE,
+    built_in_optimizers,
     cut,
     dense_problem,
     embedding_problem,
@@ -62,23 +63,6 @@ def test_configuration_and_counters_stay_the_users(name):
     assert {k: v for k, v in optimizer.get_config().items() if k != "learning_rate"} == {
         k: v for k, v in before.items() if k != "learning_rate"
     }
-
-
-def built_in_optimizers():
-    """Return a function that makes each of the optimizers that Keras has."""
-    kinds = {
-        name: kind
-        for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
-    }
-    del kinds["Optimizer"], kinds["LossScaleOptimizer"]  # abstract; tested below
-    if "MultiOptimizer" in kinds:
-        kinds["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
-            keras.optimizers.OptimizerMap(
-                keras.optimizers.SGD(), {".*embedding.*": keras.optimizers.Adam()}
-            )
-        )
-    return kinds
 
 
 def test_all_built_in_optimizers_are_found():

@@ -16,12 +16,16 @@ class WorkerError(Exception):
 
 
 def run_workers(
-    script: str, *arguments: str, workers: int = 2, timeout: float = 180
+    script: str,
+    *arguments: str,
+    workers: int = 2,
+    timeout: float = 180,
+    patience: float = 5,
 ) -> list[str]:
     """Run `script` in every worker; return what each printed. No process is left behind.
 
-    As soon as one worker fails the others are given a few seconds, then killed: a worker
-    that waits for a dead one waits for ever.
+    As soon as one worker fails the others are given `patience` seconds, then killed: a worker
+    that waits for a dead one may wait for ever.
     """
     addresses = [f"127.0.0.1:{port}" for port in _free_ports(workers)]
     processes = []
@@ -44,10 +48,12 @@ def run_workers(
             )
         )
     deadline = time.monotonic() + timeout
+    failed = None
     try:
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):
-                deadline = min(deadline, time.monotonic() + 5)
+                failed = failed or time.monotonic()
+                deadline = min(deadline, failed + patience)
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)

@@ -16,8 +16,23 @@ MODES = ("pooled", "microbatch", "frozen")
 _EXACT = tf.float64  # these are small vectors
 
 
+def batch_norms_of(model: Any) -> list[Any]:
+    """Return the layers of a model that normalise with the statistics of a micro-batch."""
+    return [
+        layer
+        for layer in compat.layers_of(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    ]
+
+
+def is_pooled(layer: Any, mode: str) -> bool:
+    """Say whether a layer's moving statistics are those of the whole batch."""
+    # With renorm a layer reads its moving statistics in training: it stays as it is.
+    return mode == "pooled" and not getattr(layer, "renorm", False)
+
+
 class BatchNorm:
-    """The batch normalisation layers of a model during one batch.
+    """The batch normalisation layers of a model.
 
     - "pooled": each micro-batch is normalised with its own statistics, and the moving
       statistics are moved once, by those of the whole batch;
@@ -30,72 +45,87 @@ class BatchNorm:
     """
 
     def __init__(self, model: Any, mode: str) -> None:
-        layers = [
-            layer
-            for layer in compat.layers_of(model)
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-        ]
-        self._frozen = layers if mode == "frozen" else []
-        # With renorm a layer reads its moving statistics in training: it stays as it is.
-        self._pooled = [
-            layer
-            for layer in (layers if mode == "pooled" else [])
-            if not getattr(layer, "renorm", False)
-        ]
-        self._before = self._statistics()
+        self._model = model
+        self._mode = mode
+        self._called: list[Any] = []
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> Iterator[list[Any]]:
         """Return a block in which the layers see one micro-batch.
 
-        With a momentum of zero a layer's moving statistics are those of the micro-batch.
+        The list it gives fills with what pooling needs, call by call; it adds up.
         """
+        self._called = []
+        moments: list[Any] = []
+        graph = tf.compat.v1.get_default_graph()
         with contextlib.ExitStack() as stack:
-            for layer in self._pooled:
-                stack.enter_context(replaced(layer, momentum=0.0))
-            for layer in self._frozen:
-                call = functools.partial(_call_frozen, layer.call)
-                stack.enter_context(replaced(layer, call=call))
-            yield
+            for layer in batch_norms_of(self._model):
+                if self._mode == "frozen":
+                    call = functools.partial(_call_frozen, layer.call)
+                    stack.enter_context(replaced(layer, call=call))
+                    continue
+                # Replicas may have different numbers of micro-batches: they cannot meet.
+                stack.enter_context(replaced(layer, synchronized=False))
+                if is_pooled(layer, self._mode):
+                    call = functools.partial(self._call, moments, graph, layer, layer.call)
+                    stack.enter_context(replaced(layer, call=call))
+            yield moments
 
-    def moments(self, samples: Any) -> list[Any]:
-        """Return what pooling needs of the micro-batch the layers have just seen; it adds up.
+    def _call(
+        self, moments: list[Any], graph: Any, layer: Any, call: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a layer; note the statistics of the micro-batch, put the moving ones back."""
+        nested = tf.compat.v1.get_default_graph() is not graph  # they could not get out
+        if kwargs.get("training") is False or nested:
+            return call(*args, **kwargs)
+        old = _statistics(layer)
+        # With a momentum of zero the moving statistics become those of the micro-batch.
+        with replaced(layer, momentum=0.0):
+            outputs = call(*args, **kwargs)
+        mean, variance = (tf.cast(value, _EXACT) for value in _statistics(layer))
+        for variable, value in zip((layer.moving_mean, layer.moving_variance), old):
+            variable.assign(value)
+        inputs = args[0] if args else next(iter(kwargs.values()))
+        count = _count(inputs, kwargs.get("mask"), mean)
+        # About the moving mean: about zero, the variance would be a small difference of large
+        # numbers.
+        shift = mean - tf.cast(old[0], _EXACT)
+        moments.append((count, count * shift, count * (variance + shift * shift)))
+        self._called.append(layer)
+        return outputs
 
-        The moments are about the moving mean from before the batch: about zero, the variance
-        would be a small difference of large numbers.
-        """
-        weight = tf.cast(samples, _EXACT)
-        result = []
-        for (mean, variance), (old_mean, _) in zip(self._statistics(), self._before):
-            shift = tf.cast(mean, _EXACT) - tf.cast(old_mean, _EXACT)
-            second = tf.cast(variance, _EXACT) + shift * shift
-            result.append((weight * shift, weight * second))
-        return result
-
-    def update(self, sums: list[Any], samples: Any) -> None:
+    def update(self, sums: list[Any]) -> None:
         """Move the statistics of each layer once, by the pooled statistics of the batch.
 
-        With n the samples of a micro-batch, μ and v its mean and (biased) variance, N = Σn:
-        the pooled mean is Σnμ/N, the pooled variance Σn(v + (μ − pooled mean)²)/N.
+        With n the elements of a micro-batch, μ and v its mean and (biased) variance, N = Σn:
+        the pooled mean is Σnμ/N, the pooled variance Σn(v + (μ − pooled mean)²)/N. A layer
+        that is called twice for a batch moves twice, as it does with the full batch.
         """
-        total = tf.cast(samples, _EXACT)
-        for layer, old, (first, second) in zip(self._pooled, self._before, sums):
-            shift = tf.cast(first, _EXACT) / total
-            mean = tf.cast(old[0], _EXACT) + shift
-            variance = tf.cast(second, _EXACT) / total - shift * shift
-            variables: tuple[Any, Any] = (layer.moving_mean, layer.moving_variance)
-            for variable, value, pooled in zip(variables, old, (mean, variance)):
-                moved = layer.momentum * tf.cast(value, _EXACT) + (1 - layer.momentum) * pooled
-                variable.assign(tf.cast(moved, variable.dtype))
-
-    def _statistics(self) -> list[Any]:
-        return [
-            (
-                tf.convert_to_tensor(layer.moving_mean),
-                tf.convert_to_tensor(layer.moving_variance),
+        before: dict[int, Any] = {}
+        for layer, (count, first, second) in zip(self._called, sums):
+            moving = [tf.cast(value, _EXACT) for value in _statistics(layer)]
+            old_mean = before.setdefault(id(layer), moving[0])
+            shift = tf.math.divide_no_nan(first, count)
+            pooled = (
+                old_mean + shift,
+                tf.math.divide_no_nan(second, count) - shift * shift,
             )
-            for layer in self._pooled
-        ]
+            # Not moved by nothing, if every element is masked.
+            step = tf.where(count > 0, tf.constant(1 - layer.momentum, _EXACT), 0)
+            variables = (layer.moving_mean, layer.moving_variance)
+            for variable, value, target in zip(variables, moving, pooled):
+                variable.assign(tf.cast(value + step * (target - value), variable.dtype))
+
+
+def _statistics(layer: Any) -> list[Any]:
+    return [tf.convert_to_tensor(v) for v in (layer.moving_mean, layer.moving_variance)]
+
+
+def _count(inputs: Any, mask: Any, mean: Any) -> Any:
+    """Return how many elements a mean is of."""
+    if mask is not None:
+        return tf.reduce_sum(tf.cast(mask, _EXACT))
+    return tf.cast(tf.size(inputs), _EXACT) / tf.cast(tf.size(mean), _EXACT)
 
 
 def _call_frozen(call: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:

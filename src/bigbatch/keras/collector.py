@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any, Callable, Iterator
 
 import keras
@@ -40,13 +41,14 @@ class Collected:
 
 
 @contextlib.contextmanager
-def collecting(optimizers: list[Any], weigh: Callable[[Any], Any]) -> Iterator[list[Collected]]:
+def collecting(model: Any, weigh: Callable[[Any], Any]) -> Iterator[list[Collected]]:
     """Return a block in which `optimizer.apply` collects gradients and changes nothing.
 
     `weigh(loss)` multiplies a loss by the weight of the micro-batch. It is applied where
     Keras scales the loss, just before the backward pass; a `train_step` that does not scale
     its loss gives gradients that have still to be weighted.
     """
+    optimizers = optimizers_of(model)
     collected = [Collected(optimizer) for optimizer in optimizers]
     with contextlib.ExitStack() as stack:
         for one in collected:
@@ -56,14 +58,29 @@ def collecting(optimizers: list[Any], weigh: Callable[[Any], Any]) -> Iterator[l
         yield collected
     collected[:] = [one for one in collected if one.variables]
     if not collected:
-        raise ContextError(
-            explain(
-                received="a train_step that hands no gradients to an optimizer, or a model "
-                "without trainable weights",
-                expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
-                fix="use optimizers that are attributes of the model; set trainable = True",
-            )
+        raise ContextError(_nothing_to_accumulate(model, optimizers))
+    if len(collected) > 1:
+        names = ", ".join(one.optimizer.name for one in collected)
+        warnings.warn(
+            f"bigbatch: train_step uses several optimizers ({names}). All of them accumulate, "
+            "and update together, each from gradients of the weights before the batch.",
+            stacklevel=2,
         )
+
+
+def _nothing_to_accumulate(model: Any, optimizers: list[Any]) -> str:
+    if not model.trainable_weights:
+        return explain(
+            received=f"the model {model.name!r} without trainable weights",
+            expected="at least one weight to train",
+            fix="set trainable = True on the layers to train, or bigbatch.restore(model)",
+        )
+    names = ", ".join(repr(one.name) for one in optimizers) or "none found"
+    return explain(
+        received=f"a train_step that hands no gradients to an optimizer of the model ({names})",
+        expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
+        fix="use optimizers that are attributes of the model or its layers",
+    )
 
 
 def _apply(collected: Collected) -> Callable[..., None]:

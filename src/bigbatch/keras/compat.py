@@ -12,40 +12,78 @@ from bigbatch.keras.patching import replaced
 BUILD_BEFORE_FIT = "_maybe_symbolic_build"
 """The method with which `fit` and `evaluate` build a model that has a strategy."""
 
+END_OF_EPOCH = "_get_metrics_result_or_logs"
+"""The method with which `fit` turns the logs of the last batch into those of the epoch."""
+
 
 def strategy_of(model: Any) -> Any:
     """Return the strategy in whose scope the model was made."""
     return model.distribute_strategy
 
 
-def build(model: Any, data: Any) -> None:
-    """Create the state of the model, its metrics, loss and optimizer for such `data`."""
+def build(model: Any, data: Any) -> bool:
+    """Create the state of a model, its metrics, loss and optimizer for such `data`.
+
+    Returns:
+        Whether Keras can. What it cannot build without data (no `call`, ragged inputs) is
+        built in the first trace, as Keras itself does.
+    """
+    if model._distribute_strategy is None:
+        try:
+            model._symbolic_build(data_batch=data)
+        except (RuntimeError, AttributeError):
+            return False
+    return True  # under a strategy before it is trained: `build_under_strategy`
+
+
+def build_under_strategy(model: Any, iterator: Any, data_batch: Any) -> None:
+    """Do what the method `BUILD_BEFORE_FIT` does, from one replica's part of the data.
+
+    Keras averages the parts, which fails if they differ in size or on several workers.
+    """
     strategy = model._distribute_strategy
     if strategy is None:
-        # Models that Keras cannot build without data (no `call`, ragged inputs) are built in
-        # the first trace, as Keras itself does.
-        with contextlib.suppress(RuntimeError, AttributeError):
-            model._symbolic_build(data_batch=data)
         return
-    # From one replica's part. Keras averages the parts, which fails if they differ in size.
-    data = tf.nest.map_structure(
-        lambda leaf: strategy.experimental_local_results(leaf)[0], data
+    if iterator is not None:
+        data_batch = next(next(iter(iterator))[2])
+    data_batch = tf.nest.map_structure(
+        lambda leaf: strategy.experimental_local_results(leaf)[0], data_batch
     )
     with strategy.scope():
-        model._symbolic_build(data_batch=data)
+        model._symbolic_build(data_batch=data_batch)
 
 
-def build_before_fit(model: Any) -> Callable[..., None]:
-    """Return what to replace the method `BUILD_BEFORE_FIT` by: the same, with `build`."""
+def state_of(model: Any) -> list[Any]:
+    """Return the variables of a model that training changes beside its weights.
 
-    def maybe_symbolic_build(iterator: Any = None, data_batch: Any = None) -> None:
-        if model._distribute_strategy is None:
-            return
-        if iterator is not None:
-            data_batch = next(next(iter(iterator))[2])
-        build(model, data_batch)
+    Metrics, moving statistics and other weights that were made not to be trained, and the
+    state of random layers; not weights that are frozen.
+    """
+    variables = list(model.metrics_variables)
+    for layer in (model, *layers_of(model)):
+        variables += layer._non_trainable_variables
+        variables += [generator.state for generator in layer._seed_generators]
+    return list({id(variable): variable.value for variable in variables}.values())
 
-    return maybe_symbolic_build
+
+def random_layers_of(model: Any) -> list[Any]:
+    """Return the layers that draw random numbers."""
+    return [layer for layer in layers_of(model) if layer._seed_generators]
+
+
+def batches_of(epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
+    """Return the number of batches in an epoch, their size, and that of a smaller last one."""
+    adapter = epoch_iterator.data_adapter
+    size = rest = None
+    with contextlib.suppress(NotImplementedError):  # adapters may not know
+        size = adapter.batch_size
+        if not epoch_iterator.steps_per_epoch:
+            rest = adapter.partial_batch_size
+    if size is None:  # a data set may still know it
+        leaf = tf.nest.flatten(epoch_iterator._distributed_dataset.element_spec)[0]
+        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
+            size = leaf.shape[0]
+    return epoch_iterator.num_batches, size, rest
 
 
 def layers_of(model: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Attributes of an object replaced for as long as a block of code is traced."""
+"""Attributes of an object replaced, past what Keras does when an attribute is set."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def replaced(target: Any, **attributes: Any) -> Iterator[None]:
     Only the instance is touched. What was not an attribute of the instance, such as a method
     of its class, is not one afterwards.
     """
-    before = {name: vars(target).get(name, _MISSING) for name in attributes}
-    for name, value in attributes.items():
-        setattr(target, name, value)
+    own = vars(target)
+    before = {name: own.get(name, _MISSING) for name in attributes}
+    own.update(attributes)
     try:
         yield
     finally:
         for name, value in before.items():
             if value is _MISSING:
-                delattr(target, name)
+                own.pop(name, None)
             else:
-                setattr(target, name, value)
+                own[name] = value

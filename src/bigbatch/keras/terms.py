@@ -8,6 +8,7 @@ multiplied by (Dᵢ/D)/(nᵢ/N), so that over the batch it is divided by the D o
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 from typing import Any, Callable, Iterator
 
@@ -25,11 +26,21 @@ ONE = "one"
 """The denominator of a term that is a sum: one for the whole batch, so that parts add up."""
 
 
+class Lengths(enum.Enum):
+    """What the micro-batches of a batch have in common beside the number of dimensions."""
+
+    SAME = "all dimensions but the first"
+    DECLARED = "the dimensions that are known when a graph is traced"
+    ANY = "none"
+
+
 class DenominatorsNeededError(Exception):
     """The denominators of the batch are needed to weight the terms of a micro-batch."""
 
 
-def denominator(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+def denominator(
+    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, lengths: Lengths
+) -> Any:
     """Return what `loss` divides the sum over these samples by, or `SAMPLES`, or `ONE`.
 
     This is the arithmetic of `keras.losses.Loss`, of which only the quotient is public.
@@ -51,11 +62,15 @@ def denominator(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
     if loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None):
         weights = [*masks] if sample_weight is None else [*masks, sample_weight]
         return tf.reduce_sum(_product(weights))
+    elements = tf.cast(tf.size(values), WEIGHT_DTYPE)
     if not masks:
-        return SAMPLES
+        per_sample = values.shape[1:]
+        proportional = lengths is Lengths.SAME or not per_sample.rank
+        if lengths is Lengths.DECLARED:
+            proportional = per_sample.is_fully_defined()
+        return SAMPLES if proportional else elements
     # As many elements as there are, less those under the mask.
     mask = _product(masks)
-    elements = tf.cast(tf.size(values), WEIGHT_DTYPE)
     return elements * tf.reduce_sum(mask) / tf.cast(tf.size(mask), WEIGHT_DTYPE)
 
 
@@ -75,10 +90,12 @@ class TermRecorder:
     Args:
         correction: called with the position of a term and its denominator in the micro-batch;
             returns the factor to multiply it by.
+        lengths: what the micro-batches of the batch have in common.
     """
 
-    def __init__(self, correction: Callable[[int, Any], Any]) -> None:
+    def __init__(self, correction: Callable[[int, Any], Any], lengths: Lengths) -> None:
         self._correction = correction
+        self._lengths = lengths
         self.denominators: list[Any] = []
         self.values: list[tuple[Any, Any]] = []
         """Metrics that track a term, and the term's value in this micro-batch."""
@@ -117,7 +134,9 @@ class TermRecorder:
     def _corrected(self, loss: Any) -> Callable[..., Any]:
         def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             position = len(self.denominators)
-            self.denominators.append(denominator(loss, y_true, y_pred, sample_weight))
+            self.denominators.append(
+                denominator(loss, y_true, y_pred, sample_weight, self._lengths)
+            )
             value = loss(y_true, y_pred, sample_weight)
             factor = self._correction(position, self.denominators[-1])
             return value if factor is None else value * tf.cast(factor, value.dtype)

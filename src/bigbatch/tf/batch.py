@@ -22,8 +22,9 @@ class Batch:
 
     def __init__(self, nest: Any, *, may_be_empty: bool) -> None:
         self._arguments = tuple(nest) if type(nest) in (tuple, list) else (nest,)
+        self.may_be_empty = may_be_empty
         self.leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(self._arguments)]
-        self.count: Any = self._checked_count(may_be_empty)
+        self.count: Any = self._checked_count()
         """The number of samples: an `int` if it is known now, else a scalar tensor."""
 
     def arguments(self, leaves: list[Any]) -> tuple[Any, ...]:
@@ -38,10 +39,10 @@ class Batch:
         """Return the type of every leaf of a micro-batch of `size` samples (`None`: any)."""
         return [_spec(leaf, size) for leaf in self.leaves]
 
-    def _checked_count(self, may_be_empty: bool) -> Any:
+    def _checked_count(self) -> Any:
         leaves = [leaf for leaf in self.leaves if leaf is not None]
         known = {count for count in map(_static_count, leaves) if count is not None}
-        if not leaves or len(known) > 1 or (known == {0} and not may_be_empty):
+        if not leaves or len(known) > 1 or (known == {0} and not self.may_be_empty):
             shapes = ", ".join(str(leaf.shape) for leaf in leaves) or "no tensors"
             raise ArgumentError(
                 explain(
@@ -64,7 +65,7 @@ class Batch:
             )
             for leaf in unknown
         ]
-        if not may_be_empty:
+        if not self.may_be_empty:
             checks.append(
                 tf.debugging.assert_positive(count, message="bigbatch: the batch is empty")
             )

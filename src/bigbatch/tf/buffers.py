@@ -9,11 +9,7 @@ import tensorflow as tf
 from bigbatch.core.window import UNBOUNDED
 from bigbatch.errors import ContextError, explain
 from bigbatch.tf.compat import under_xla
-from bigbatch.tf.values import widened
-
-NOTHING, DENSE, ROWS = 0, 1, 2
-"""What a window holds for a variable; `DENSE | ROWS` if micro-batches gave both."""
-
+from bigbatch.tf.values import DENSE, NOTHING, ROWS, widened
 
 _ANY_SHAPE: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
 
@@ -79,14 +75,15 @@ class GradientBuffer:
             return gradient
         return tf.ensure_shape(gradient, self.shape)
 
-    def add(self, gradient: Any, weight: Any, window_length: Any) -> None:
+    def add(self, gradient: Any, weight: Any = None, window_length: Any = UNBOUNDED) -> None:
         """Add `weight * gradient`; a weight of zero adds nothing, even of a NaN.
 
         `window_length` is the variable that holds how many micro-batches a window has.
         """
         rows = isinstance(gradient, tf.IndexedSlices)
         value = tf.cast(gradient.values if rows else gradient, self.dtype)
-        value = tf.math.multiply_no_nan(value, tf.cast(weight, self.dtype))
+        if weight is not None:
+            value = tf.math.multiply_no_nan(value, tf.cast(weight, self.dtype))
         if rows:
             self._append(value, tf.cast(gradient.indices, tf.int64), window_length)
         else:
@@ -135,14 +132,19 @@ class GradientBuffer:
     def reset(self) -> None:
         """Start over on this replica; a NaN does not survive, as it would `sum * 0`."""
         self._sum.assign(tf.zeros_like(self._sum.read_value()))
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        """Have no rows on this replica."""
         if self.shape.rank:
             self._used.assign(0)
 
     def put(self, value: Any) -> None:
-        """Make `value` this replica's sum; called on an empty buffer."""
+        """Make `value` this replica's sum; the buffer has no rows."""
         if isinstance(value, tf.IndexedSlices):
-            self._append(value.values, value.indices, window_length=0)
+            self._append(value.values, tf.cast(value.indices, tf.int64), UNBOUNDED)
         elif value is not None:
+            self._has_sum = True
             self._sum.assign(value)
 
     def reserve(self, window_length: Any, rows: Any = 0) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from bigbatch.core.window import whole_and_rest
 from bigbatch.tf.batch import Batch
-from bigbatch.tf.values import joined, widen
+from bigbatch.tf.values import DENSE, ROWS, flattened, joined, kind_of, packed, widen
 
 
 def total(
@@ -46,13 +46,27 @@ def total(
     return _static_total(compute, batch, microbatch_size, jit_compile)
 
 
+def single(
+    compute: Callable[..., Any], batch: Batch, *, jit_compile: bool | None = None
+) -> Any:
+    """Return what `total` would if the whole batch were one micro-batch."""
+    if tf.executing_eagerly():
+        results = compute(*batch.arguments(batch.leaves))
+        return tf.nest.map_structure(lambda r: None if r is None else widen(r), results)
+    known = isinstance(batch.count, int)
+    micro = _Traced(compute, batch, batch.count if known else None, jit_compile)
+    if not batch.may_be_empty or (known and batch.count):
+        return micro.packed(micro.whole())
+    return micro.packed(tf.cond(batch.count > 0, micro.whole, micro.nothing))
+
+
 def _eager_total(compute: Callable[..., Any], batch: Batch, microbatch_size: int) -> Any:
     structure: Any = None
     totals: list[Any] = []
     for start in range(0, batch.count, microbatch_size):
         size = min(microbatch_size, batch.count - start)
         results = compute(*batch.arguments(batch.rows(start, size)))
-        structure = tf.nest.map_structure(_kind, results)
+        structure = tf.nest.map_structure(kind_of, results)
         leaves = tf.nest.flatten(results)
         del results
         totals = totals or [None] * len(leaves)
@@ -132,14 +146,7 @@ class _Traced:
         self._kinds: Any = None
 
         def flat(leaves: list[Any]) -> list[Any]:
-            results = compute(*batch.arguments(leaves))
-            self._kinds = tf.nest.map_structure(_kind, results)
-            tensors = []
-            for leaf in tf.nest.flatten(results):
-                if isinstance(leaf, tf.IndexedSlices):
-                    tensors += [widen(leaf.values), leaf.indices]
-                elif leaf is not None:
-                    tensors.append(widen(leaf))
+            tensors, self._kinds = flattened(compute(*batch.arguments(leaves)))
             return tensors
 
         # A function of its own, so that the shapes of the results are known before the loop
@@ -149,11 +156,18 @@ class _Traced:
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._function.outputs]
         self._is_rows = []
         for kind in tf.nest.flatten(self._kinds):
-            self._is_rows += {"none": [], "dense": [False], "rows": [True, True]}[kind]
+            self._is_rows += {DENSE: [False], ROWS: [True, True]}.get(kind, [])
 
     def __call__(self, start: Any, size: Any) -> list[Any]:
         """Return the results for the samples from `start` on."""
-        leaves = [leaf for leaf in self._batch.rows(start, size) if leaf is not None]
+        return self._results(self._batch.rows(start, size))
+
+    def whole(self) -> list[Any]:
+        """Return the results for the whole batch."""
+        return self._results(self._batch.leaves)
+
+    def _results(self, leaves: list[Any]) -> list[Any]:
+        leaves = [leaf for leaf in leaves if leaf is not None]
         return list(self._function(*tf.nest.flatten(leaves, expand_composites=True)))
 
     def nothing(self) -> list[Any]:
@@ -172,14 +186,7 @@ class _Traced:
 
     def packed(self, totals: list[Any]) -> Any:
         """Return `totals` in the structure of the results of `compute`."""
-        left = iter(totals)
-        leaves = []
-        for kind in tf.nest.flatten(self._kinds):
-            if kind == "rows":
-                leaves.append(tf.IndexedSlices(next(left), next(left)))
-            else:
-                leaves.append(None if kind == "none" else next(left))
-        return tf.nest.pack_sequence_as(self._kinds, leaves)
+        return packed(totals, self._kinds)
 
     def loop(self, whole: Any, size: Any) -> list[Any]:
         """Return the sum of the results over `whole` micro-batches of `size` samples."""
@@ -213,9 +220,3 @@ def _zeros(spec: Any) -> Any:
     # `tf.zeros` would be folded into a constant that stays in memory for ever: one more
     # gradient set. This operation counts as stateful and is not folded.
     return tf.raw_ops.Empty(shape=spec.shape, dtype=spec.dtype, init=True)
-
-
-def _kind(leaf: Any) -> str:
-    if leaf is None:
-        return "none"
-    return "rows" if isinstance(leaf, tf.IndexedSlices) else "dense"

@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import Any, Iterable
 
 import tensorflow as tf
 
 WEIGHT_DTYPE = tf.float64
 """Weights are added up in float64: it counts tokens exactly, float32 stops at 2**24."""
+
+NOTHING, DENSE, ROWS = 0, 1, 2
+"""What a gradient is, or what a window holds; `DENSE | ROWS` if micro-batches gave both."""
+
+
+def kind_of(value: Any) -> int:
+    """Return what a gradient is: `NOTHING` for `None`, `ROWS` for `IndexedSlices`."""
+    if value is None:
+        return NOTHING
+    return ROWS if isinstance(value, tf.IndexedSlices) else DENSE
+
+
+def flattened(nest: Any) -> tuple[list[Any], Any]:
+    """Return the tensors of a nest, in the type they are added up in, and its kinds.
+
+    A dense tensor is one, `IndexedSlices` are two (values, indices), `None` is none.
+    """
+    tensors: list[Any] = []
+    for leaf in tf.nest.flatten(nest):
+        if isinstance(leaf, tf.IndexedSlices):
+            tensors += [widen(leaf.values), leaf.indices]
+        elif leaf is not None:
+            tensors.append(widen(leaf))
+    return tensors, tf.nest.map_structure(kind_of, nest)
+
+
+def packed(tensors: list[Any], kinds: Any) -> Any:
+    """Undo `flattened`."""
+    left = iter(tensors)
+    leaves = []
+    for kind in tf.nest.flatten(kinds):
+        if kind == ROWS:
+            leaves.append(tf.IndexedSlices(next(left), next(left)))
+        else:
+            leaves.append(None if kind == NOTHING else next(left))
+    return tf.nest.pack_sequence_as(kinds, leaves)
+
+
+def after(results: Iterable[Any]) -> Any:
+    """Return a block whose operations wait, in a graph, until `results` are there."""
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    results = [r.values if isinstance(r, tf.IndexedSlices) else r for r in results]
+    return tf.control_dependencies([result for result in results if result is not None])
 
 
 def widened(dtype: Any) -> Any:

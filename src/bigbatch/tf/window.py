@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.tf import replicas
-from bigbatch.tf.buffers import DENSE, NOTHING, ROWS, GradientBuffer, local_variable
+from bigbatch.tf.buffers import GradientBuffer, local_variable
 from bigbatch.tf.compat import outside_strategy_scope
-from bigbatch.tf.values import WEIGHT_DTYPE, as_gradient_of
+from bigbatch.tf.values import ROWS, WEIGHT_DTYPE, as_gradient_of, kind_of
 
 
 class GradientWindow:
@@ -79,7 +79,7 @@ class GradientWindow:
 
     def add(self, gradients: list[Any], weight: Any) -> None:
         """Add one micro-batch on this replica; the arguments have been checked."""
-        kinds = tuple(_kind(gradient) for gradient in gradients)
+        kinds = tuple(kind_of(gradient) for gradient in gradients)
         self._kinds_seen.add(kinds)
         pairs = list(zip(self._buffers, gradients))
         gradients = [None if g is None else buffer.ensured(g) for buffer, g in pairs]
@@ -88,7 +88,7 @@ class GradientWindow:
         asserted = [] if tf.executing_eagerly() else [weight]
         for given, ensured in zip((g for _, g in pairs), gradients):
             if ensured is not given:
-                asserted.append(ensured.values if _kind(ensured) == ROWS else ensured)
+                asserted.append(ensured.values if kind_of(ensured) == ROWS else ensured)
         with tf.control_dependencies(asserted):
             for buffer, gradient in zip(self._buffers, gradients):
                 if gradient is not None:
@@ -278,9 +278,3 @@ def _global_variable(value: int) -> Any:
         trainable=False,
         aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
     )
-
-
-def _kind(gradient: Any) -> int:
-    if gradient is None:
-        return NOTHING
-    return ROWS if isinstance(gradient, tf.IndexedSlices) else DENSE

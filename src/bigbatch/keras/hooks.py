@@ -1,0 +1,161 @@
+"""Where a model's `fit` meets an engine: attributes of the instance.
+
+Keras honours them, and neither saves nor copies them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from typing import Any
+
+import tensorflow as tf
+
+from bigbatch.errors import ArgumentError, ContextError, explain
+from bigbatch.keras import compat
+from bigbatch.keras.announcement import Epoch, announcement, warn_of_conflicts
+from bigbatch.keras.collector import optimizers_of
+from bigbatch.keras.data import on_next, without_optionals
+from bigbatch.keras.setting import Setting
+
+_HOOKS = "_bigbatch_hooks"
+_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+
+
+class _Hooks:
+    """The methods of one model that accumulate."""
+
+    def __init__(self, model: Any, setting: Setting) -> None:
+        self._model = model
+        self._setting = setting
+        self._fit_arguments: dict[str, Any] | None = None
+        self._logs: Any = None
+        self.engine: Any = None
+        self._signature = inspect.signature(model.fit)
+        self.methods = {
+            "fit": functools.wraps(model.fit)(
+                lambda *args, **kwargs: self.fit(*args, **kwargs)
+            ),
+            "make_train_function": self.make_train_function,
+            compat.BUILD_BEFORE_FIT: self.build,
+            compat.END_OF_EPOCH: self.end_epoch,
+        }
+        self._is_multi_worker = isinstance(
+            compat.strategy_of(model), tf.distribute.MultiWorkerMirroredStrategy
+        )
+        if self._is_multi_worker:
+            self.methods["make_test_function"] = self.make_test_function
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        if self.engine is not None:
+            self.engine.flush()  # a window that `train_on_batch` has left open
+        with contextlib.suppress(TypeError):  # which `fit` itself raises better
+            self._fit_arguments = self._signature.bind(*args, **kwargs).arguments
+        try:
+            return type(self._model).fit(self._model, *args, **kwargs)
+        except BaseException as error:
+            if self._is_multi_worker and isinstance(error, _LOST_WORKER):
+                raise _lost_worker(error) from error
+            if self.engine is not None:
+                self.engine.roll_back()
+            raise
+        finally:
+            self._fit_arguments = None
+
+    def build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        compat.build_under_strategy(self._model, iterator, data_batch)
+        # The first to see what `fit` trains on; evaluation comes here later.
+        if self._fit_arguments is not None and iterator is not None:
+            arguments, self._fit_arguments = self._fit_arguments, None
+            self._announce(Epoch(*compat.batches_of(iterator)), arguments)
+
+    def _announce(self, epoch: Epoch, arguments: dict[str, Any]) -> None:
+        callbacks = arguments.get("callbacks") or ()
+        callbacks = getattr(callbacks, "callbacks", callbacks)
+        is_one = not isinstance(callbacks, (list, tuple))
+        warn_of_conflicts(self._setting, epoch, [callbacks] if is_one else callbacks)
+        if arguments.get("verbose", "auto") != 0:
+            print(announcement(self._model, self._setting, epoch))
+
+    def make_train_function(self, force: bool = False) -> Any:
+        model = self._model
+        if model.train_function is None or force:
+            _check_optimizers(model)
+            self.engine = self._setting.make_engine(model)
+            model.train_function = self.train
+        return model.train_function
+
+    def train(self, iterator: Any) -> dict[str, Any]:
+        self._logs = self.engine.train(iterator)
+        return self._logs
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """Make what Keras makes, but for several workers, where that fails on numbers."""
+        model, strategy = self._model, compat.strategy_of(self._model)
+
+        def on_batch(data: Any) -> dict[str, Any]:
+            logs = strategy.run(model.test_step, args=(without_optionals(data),))
+            mean = functools.partial(strategy.reduce, tf.distribute.ReduceOp.MEAN, axis=None)
+            return {name: mean(value) for name, value in logs.items()}
+
+        def test(iterator: Any) -> dict[str, Any]:
+            return on_next(iterator, on_batch, on_batch, model.steps_per_execution)[1]
+
+        if model.test_function is None or force:
+            model.test_function = test
+            if not model.run_eagerly:
+                model.test_function = tf.function(test, reduce_retracing=True, autograph=False)
+        return model.test_function
+
+    def end_epoch(self, logs: Any) -> Any:
+        # Evaluation ends here too, perhaps in the middle of a window, with logs of its own.
+        if logs is self._logs:
+            logs = self.engine.flush() or logs
+        return getattr(type(self._model), compat.END_OF_EPOCH)(self._model, logs)
+
+
+def attach(model: Any, setting: Setting) -> None:
+    """Let a model train as `setting` says, with an engine made anew when it is compiled."""
+    hooks = _Hooks(model, setting)
+    # Past `setattr`, which would take them for state of the model.
+    vars(model).update(hooks.methods)
+    vars(model)[_HOOKS] = hooks
+    model.train_function = model.test_function = None
+
+
+def detach(model: Any) -> None:
+    """Undo `attach`."""
+    hooks = vars(model).pop(_HOOKS, None)
+    if hooks is not None:
+        if hooks.engine is not None:
+            hooks.engine.flush()
+        for name in hooks.methods:
+            vars(model).pop(name, None)
+    model.train_function = model.test_function = None
+
+
+def _lost_worker(error: BaseException) -> ContextError:
+    reason = str(error).split("aborted by: ")[-1].split("\n")[0]
+    return ContextError(
+        explain(
+            received=f"no answer from another worker ({reason})",
+            expected="all workers of the MultiWorkerMirroredStrategy to train together",
+            fix="look at what the other worker printed last, then start all workers again; "
+            "keras.callbacks.BackupAndRestore lets them go on from the last epoch",
+        )
+    )
+
+
+def _check_optimizers(model: Any) -> None:
+    for optimizer in optimizers_of(model):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if inner.gradient_accumulation_steps:
+            raise ArgumentError(
+                explain(
+                    received="an optimizer with gradient_accumulation_steps="
+                    f"{inner.gradient_accumulation_steps}",
+                    expected="an optimizer that updates whenever it is applied",
+                    fix="remove gradient_accumulation_steps: bigbatch accumulates",
+                )
+            )

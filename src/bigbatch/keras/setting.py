@@ -1,0 +1,55 @@
+"""What the user has asked for: how a model accumulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bigbatch.core.arguments import positive_integer
+from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
+from bigbatch.errors import ArgumentError, explain
+from bigbatch.keras.batch_norm import MODES
+from bigbatch.keras.split import SplitEngine
+from bigbatch.keras.window import WindowEngine
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The arguments of `accumulate`, checked."""
+
+    microbatch_size: int | None
+    accumulation_steps: AccumulationSteps
+    batch_norm: str
+
+    def __post_init__(self) -> None:
+        if (self.microbatch_size is None) == (self.accumulation_steps is None):
+            given = "neither" if self.microbatch_size is None else "both"
+            raise ArgumentError(
+                explain(
+                    received=f"{given} of microbatch_size and accumulation_steps",
+                    expected="one of them",
+                    fix="pass microbatch_size to cut the batches fit() is given, or "
+                    "accumulation_steps to group the batches of the data set",
+                )
+            )
+        if self.batch_norm not in MODES:
+            raise ArgumentError(
+                explain(
+                    received=f"batch_norm={self.batch_norm!r}",
+                    expected=f"one of {', '.join(map(repr, MODES))}",
+                    fix="leave it out, or choose one of these",
+                )
+            )
+        if self.microbatch_size is not None:
+            positive_integer(self.microbatch_size, "microbatch_size")
+        else:
+            window_length(self.accumulation_steps, updates=0)
+
+    def make_engine(self, model: Any) -> Any:
+        """Return what trains a compiled model."""
+        if self.microbatch_size is not None:
+            return SplitEngine(model, self.microbatch_size, self.batch_norm)
+        if self.accumulation_steps == 1:
+            # One batch per update is that batch in one micro-batch.
+            return SplitEngine(model, UNBOUNDED, self.batch_norm)
+        return WindowEngine(model, self.accumulation_steps, self.batch_norm)

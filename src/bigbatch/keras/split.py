@@ -1,0 +1,101 @@
+"""Split mode: `fit` gets whole batches, which are cut into micro-batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from bigbatch.core.window import UNBOUNDED
+from bigbatch.keras.data import is_iterator, on_next, without_optionals
+from bigbatch.keras.runner import Runner, Whole
+from bigbatch.keras.state import State
+from bigbatch.keras.terms import DenominatorsNeededError, Lengths
+from bigbatch.tf import replicas
+from bigbatch.tf.batch import Batch
+from bigbatch.tf.microbatches import total
+from bigbatch.tf.values import WEIGHT_DTYPE
+
+
+class SplitEngine:
+    """Trains `model` with batches that are cut into micro-batches.
+
+    Args:
+        model: a compiled Keras model.
+        microbatch_size: samples per micro-batch, on each replica; `UNBOUNDED`: all.
+        batch_norm: what batch normalisation does; see `BatchNorm`.
+    """
+
+    def __init__(self, model: Any, microbatch_size: int, batch_norm: str) -> None:
+        self._model = model
+        self._microbatch_size = microbatch_size
+        self._runner = Runner(model, batch_norm, Lengths.SAME)
+        self._state = State(model)
+        self._batches = model.steps_per_execution
+        self._on_batch: Any = self._train_on
+        self._on_iterator: Any = self._train_on_next
+        self._make_functions()
+
+    def _make_functions(self) -> None:
+        if not self._model.run_eagerly:
+            function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
+            self._on_batch = function(self._train_on)
+            self._on_iterator = function(self._train_on_next)
+
+    def train(self, iterator: Any) -> dict[str, Any]:
+        """Train on the next batches of `iterator`, one update each; return the logs."""
+        with self._state.protected():
+            if is_iterator(iterator):
+                if self._state.prepare(iterator.element_spec):
+                    self._make_functions()
+                return self._on_iterator(iterator)
+            logs = {}
+            for _, data in zip(range(self._batches), iterator):
+                if self._state.prepare(data):
+                    self._make_functions()
+                logs = self._on_batch(data)
+            return logs
+
+    def flush(self) -> None:
+        """Do nothing: between calls no batch is half done."""
+
+    def roll_back(self) -> None:
+        """Do nothing, for the same reason."""
+
+    def _train_on_next(self, iterator: Any) -> dict[str, Any]:
+        return on_next(iterator, self._on_batch, self._on_batch, self._batches)[1]
+
+    def _train_on(self, data: Any) -> dict[str, Any]:
+        """Make one update from a whole batch, outside `strategy.run`; return the logs."""
+        strategy, runner = self._runner.strategy, self._runner
+        with self._state.taken():
+            flat = replicas.sum_from_outside(
+                strategy,
+                self._model.trainable_variables,
+                self._local,
+                (without_optionals(data),),
+            )
+        self._state.drop(flat)
+        return runner.update(flat)
+
+    def _local(self, data: Any) -> list[Any]:
+        """Run this replica's share of a batch as micro-batches."""
+        several = self._runner.strategy.num_replicas_in_sync > 1
+        batch = Batch((data,), may_be_empty=several)
+        count = tf.cast(batch.count, WEIGHT_DTYPE)
+        whole = Whole(count, None if several else count)
+        try:
+            sums = self._total(functools.partial(self._runner.run, whole=whole), batch)
+        except DenominatorsNeededError:
+            whole = self._runner.whole(self._total(self._runner.counts, batch))
+            sums = self._total(functools.partial(self._runner.run, whole=whole), batch)
+        sums["samples"] = count
+        known = batch.count if isinstance(batch.count, int) else None
+        return self._runner.close(sums, count, known)
+
+    def _total(self, compute: Any, batch: Batch) -> Any:
+        size = self._microbatch_size
+        if size == UNBOUNDED:
+            size = batch.count if isinstance(batch.count, int) else tf.maximum(batch.count, 1)
+        return total(compute, batch, size, jit_compile=self._model.jit_compile)

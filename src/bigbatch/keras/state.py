@@ -1,0 +1,70 @@
+"""What training changes beside weights: built before it starts, put back if it fails."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+import tensorflow as tf
+
+from bigbatch.keras import compat
+from bigbatch.keras.data import without_optionals
+from bigbatch.tf.snapshot import Snapshot
+
+END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
+"""How an iterator says that it has no more batches."""
+
+
+class State:
+    """The metrics, moving statistics and random state of a model.
+
+    Weights and optimizers need no protection: they change last, and only if all went well.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._snapshot: Snapshot | None = None
+        self._is_complete = False
+
+    def prepare(self, data: Any) -> bool:
+        """Create all state there is, given data or its types; say whether there is more now.
+
+        Done before anything is traced: a trace that creates variables is traced twice. A model
+        that can be built only by training is built in the first trace, as in plain Keras, and
+        is protected from the second call on.
+        """
+        if self._is_complete:
+            return False
+        self._is_complete = compat.build(self._model, without_optionals(data))
+        is_first = self._snapshot is None
+        variables = compat.state_of(self._model)
+        self._is_complete = self._is_complete or not is_first
+        with compat.strategy_of(self._model).scope():
+            self._snapshot = Snapshot(variables)
+        return not is_first
+
+    def taken(self) -> contextlib.AbstractContextManager[None]:
+        """Keep the state as it is now; return a block, in a graph, that may fail."""
+        assert self._snapshot is not None
+        return self._snapshot.taken()
+
+    def drop(self, results: list[Any]) -> None:
+        """Say, in a graph, that when `results` are there the state is final."""
+        assert self._snapshot is not None
+        self._snapshot.drop(results)
+
+    def restore(self) -> None:
+        """Put back what was taken and not dropped."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+
+    @contextlib.contextmanager
+    def protected(self) -> Iterator[None]:
+        """Return a block after which, if it fails, the state is as it was when taken."""
+        try:
+            yield
+        except END_OF_DATA:
+            raise
+        except BaseException:
+            self.restore()
+            raise

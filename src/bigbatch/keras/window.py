@@ -1,0 +1,243 @@
+"""Window mode: `fit` gets micro-batches, of which several make one update."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Iterator
+
+import tensorflow as tf
+
+from bigbatch.core.window import AccumulationSteps, window_length
+from bigbatch.keras import compat
+from bigbatch.keras.collector import optimizers_of
+from bigbatch.keras.data import is_iterator, on_next, without_optionals
+from bigbatch.keras.runner import Runner, Whole, divided
+from bigbatch.keras.state import END_OF_DATA, State
+from bigbatch.keras.terms import DenominatorsNeededError, Lengths
+from bigbatch.tf import replicas
+from bigbatch.tf.batch import sample_count
+from bigbatch.tf.buffers import local_variable
+from bigbatch.tf.running import RunningTotal
+from bigbatch.tf.values import WEIGHT_DTYPE
+
+
+class WindowEngine:
+    """Trains `model` with windows of batches of the data set.
+
+    Each batch runs as it comes and adds its gradients to buffers. If a term of the loss divides
+    by something else than samples, what it divides by is known only when the window is full:
+    then the inputs of the window are held, and run when they are all there.
+
+    Args:
+        model: a compiled Keras model.
+        accumulation_steps: batches of the data set per update, or a schedule.
+        batch_norm: what batch normalisation does; see `BatchNorm`.
+    """
+
+    def __init__(
+        self, model: Any, accumulation_steps: AccumulationSteps, batch_norm: str
+    ) -> None:
+        self._model = model
+        self._accumulation_steps = accumulation_steps
+        self._batch_norm = batch_norm
+        self._state = State(model)
+        self._runner: Any = None
+        self._length = 0
+        self._length_tensor: Any = None
+        self._filled = 0
+        self._holds = False
+        self._held: list[Any] = []
+
+    def train(self, iterator: Any) -> dict[str, Any]:
+        """Train on the next batches of `iterator`; return the logs."""
+        left = self._model.steps_per_execution
+        logs: Any = None
+        iterator = iterator if is_iterator(iterator) else iter(iterator)
+        with self._protected():
+            while left:
+                if not self._filled:
+                    self._length = self._next_length()
+                    self._length_tensor = tf.constant(self._length, WEIGHT_DTYPE)
+                wanted = min(left, self._length - self._filled)
+                try:
+                    done, logs = self._add(iterator, wanted)
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    if logs is None:
+                        raise
+                    return logs
+                self._filled += done
+                left -= done
+                if self._filled == self._length:
+                    logs = self.flush()
+        return logs
+
+    def flush(self) -> dict[str, Any] | None:
+        """Make one update of what the window holds; return the logs, or `None` if nothing."""
+        if not self._filled:
+            return None
+        with self._protected():
+            if self._holds:
+                self._open_held()
+                for index, data in enumerate(self._held):
+                    self._add_data(data, self._length_tensor, index == 0)
+            logs = self._update()
+        self._filled, self._held = 0, []
+        return logs
+
+    def roll_back(self) -> None:
+        """Forget the window; metrics, moving statistics and random state are as before it."""
+        if self._filled:
+            self._filled, self._held = 0, []
+            self._state.restore()
+
+    @contextlib.contextmanager
+    def _protected(self) -> Iterator[None]:
+        try:
+            with self._state.protected():
+                yield
+        except BaseException as error:
+            if not isinstance(error, END_OF_DATA):
+                self._filled, self._held = 0, []
+            raise
+
+    def _next_length(self) -> int:
+        updates = 0
+        if callable(self._accumulation_steps):
+            updates = max(int(one.iterations.numpy()) for one in optimizers_of(self._model))
+        return window_length(self._accumulation_steps, updates)
+
+    def _add(self, iterator: Any, wanted: Any) -> tuple[int, dict[str, Any]]:
+        """Add up to `wanted` batches to the window; return how many, and the logs."""
+        is_first = not self._filled
+        if is_iterator(iterator):
+            self._prepare(iterator.element_spec, Lengths.DECLARED)
+            if not self._holds:
+                if self._model.steps_per_execution > 1:
+                    wanted = tf.constant(wanted)
+                done, logs = self._add_next(iterator, wanted, self._length_tensor, is_first)
+                return int(done), logs
+        data = without_optionals(next(iterator))
+        if not is_iterator(iterator):
+            data = tf.nest.map_structure(_as_tensor, data)
+            self._prepare(tf.nest.map_structure(_any_number, data), Lengths.ANY)
+        if not self._holds:
+            return 1, self._add_data(data, self._length_tensor, is_first)
+        self._count(data, is_first)
+        self._held.append(data)
+        return 1, self._model.get_metrics_result()
+
+    def _prepare(self, types: Any, lengths: Lengths) -> None:
+        """Trace a micro-batch and make the buffers, given the types of data."""
+        if self._runner is not None:
+            return
+        model, types = self._model, without_optionals(types)
+        self._state.prepare(types)
+        runner = Runner(model, self._batch_norm, lengths)
+        running = functools.partial(
+            RunningTotal,
+            runner.strategy,
+            run_eagerly=model.run_eagerly,
+            jit_compile=model.jit_compile,
+        )
+        with runner.strategy.scope():
+            self._unit = local_variable(tf.zeros([], WEIGHT_DTYPE))
+            self._whole = local_variable(tf.zeros([0], WEIGHT_DTYPE), tf.TensorShape([None]))
+        self._runner = runner
+        self._total = running(self._run)
+        self._counts = running(runner.counts)
+        try:
+            self._total.prepare(types)
+            # Without a graph nothing is known before it happens.
+            self._holds = model.run_eagerly and compat.compile_loss_of(model) is not None
+        except DenominatorsNeededError:
+            self._holds = True
+            self._counts.prepare(types)
+            self._total.prepare(types)
+        self._state.prepare(types)  # what could only be built by tracing
+        if not model.run_eagerly:
+            function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
+            for name in ("_add_next", "_add_data", "_count", "_open_held", "_update"):
+                setattr(self, name, function(getattr(self, name)))
+
+    def _run(self, data: Any) -> dict[str, Any]:
+        """Run one micro-batch on one replica."""
+        whole = Whole(self._unit.read_value())
+        if self._holds:
+            samples, *denominators = tf.unstack(self._whole.read_value(), self._counts.size)
+            whole = Whole(self._unit.read_value(), samples, denominators)
+        return self._runner.run(data, whole)
+
+    def _add_next(
+        self, iterator: Any, wanted: Any, length: Any, is_first: bool
+    ) -> tuple[Any, dict[str, Any]]:
+        return on_next(
+            iterator,
+            lambda data: self._add_data(data, length, is_first),
+            lambda data: self._add_data(data, length, False),
+            wanted,
+        )
+
+    def _add_data(self, data: Any, length: Any, is_first: bool) -> dict[str, Any]:
+        """Run one batch of the data set and add it to the window; return the logs so far."""
+        strategy, data = self._runner.strategy, without_optionals(data)
+        begins = is_first and not self._holds
+        with self._state.taken() if begins else contextlib.nullcontext():
+            if begins:
+                strategy.run(self._open, args=(data, length))
+            self._total.add(data, is_first=is_first)
+
+        def logs() -> tuple[Any, Any]:
+            sums = self._total.value("logs", "samples")
+            return self._runner.logs(sums["logs"], sums["samples"]), sums["samples"]
+
+        # Of the replicas in this process: nothing is communicated before the update.
+        results = strategy.experimental_local_results(strategy.run(logs))
+        summed = tf.nest.map_structure(lambda *parts: tf.add_n(parts), *results)
+        return {name: divided(value, summed[1]) for name, value in summed[0].items()}
+
+    def _open(self, data: Any, length: Any) -> None:
+        """Choose the unit of the gradients: as many samples as the window is likely to have.
+
+        So float16 meets numbers of the size they have in the full batch.
+        """
+        samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
+        self._unit.assign(tf.maximum(samples, 1) * length)
+
+    def _count(self, data: Any, is_first: bool) -> None:
+        self._counts.add(data, is_first=is_first)
+
+    def _open_held(self) -> None:
+        """Work out what the terms of the held window divide by."""
+
+        def local() -> None:
+            counts = self._counts.value()
+            whole = self._runner.whole(counts)
+            self._unit.assign(tf.maximum(whole.unit, 1))
+            self._whole.assign(tf.stack([whole.samples, *whole.denominators]))
+
+        with self._state.taken():
+            self._runner.strategy.run(local)
+
+    def _update(self) -> dict[str, Any]:
+        """Make the update."""
+
+        def local() -> list[Any]:
+            sums = self._total.value()
+            known = sums["samples"] if self._model.run_eagerly else None
+            return self._runner.close(sums, self._unit.read_value(), known)
+
+        variables = self._model.trainable_variables
+        flat = replicas.sum_from_outside(self._runner.strategy, variables, local)
+        self._state.drop(flat)
+        return self._runner.update(flat)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+
+
+def _any_number(leaf: Any) -> Any:
+    if not isinstance(leaf, tf.Tensor):
+        return leaf
+    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)

@@ -1,0 +1,266 @@
+"""`model.fit` accumulated equals `model.fit` with the full batch, whatever is trained."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from fit_cases import (
+    BATCH,
+    CASES,
+    DENSE_X,
+    DENSE_Y,
+    MODES,
+    SAMPLES,
+    Case,
+    check_same,
+    dense,
+    rng,
+)
+
+from problems import TOLERANCE, largest_difference
+
+
+@pytest.fixture
+def float64():
+    def use(dtype):
+        keras.config.set_floatx(dtype)
+        keras.config.set_dtype_policy(dtype)
+
+    use("float64")
+    yield
+    use("float32")
+
+
+@functools.cache
+def full_batch(name):
+    """Train a case with the full batch; both modes are compared with it."""
+    return CASES[name].train()
+
+
+@functools.cache
+def full_batch_in_float64(name):
+    return CASES[name].train()
+
+
+several_optimizers = pytest.mark.filterwarnings("ignore:bigbatch. train_step uses several")
+
+
+@several_optimizers
+@pytest.mark.parametrize("name", CASES)
+def test_in_float64(name, mode, float64):
+    result = CASES[name].accumulate(mode)
+    check_same(result, full_batch_in_float64(name), TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("name", ["dense", "sum", "masked", "own train_step"])
+def test_in_float32(name, mode):
+    check_same(CASES[name].accumulate(mode), full_batch(name), TOLERANCE["float32"])
+
+
+@several_optimizers
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.loss])
+def test_on_two_replicas(name, mode, mirrored):
+    with mirrored.scope():  # batches of 21 samples: 11 and 10; of 7: 4 and 3; of 1: 1 and none
+        result = CASES[name].accumulate(mode)
+    check_same(result, full_batch(name), TOLERANCE["float32"])
+
+
+OPTIONS = {
+    "steps_per_execution": {"steps_per_execution": 2},
+    "steps_per_execution past a window": {"steps_per_execution": 5},
+    "jit_compile": {"jit_compile": True},
+    "run_eagerly": {"run_eagerly": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", ["regularised", "two outputs", "own train_step"])
+def test_with_compile_options(name, option, mode):
+    case = CASES[name].compiled(**OPTIONS[option])
+    expected = case.train() if option == "run_eagerly" else full_batch(name)
+    check_same(case.accumulate(mode), expected, TOLERANCE["float32"])
+
+
+def feeds(size):
+    def dataset():
+        return tf.data.Dataset.from_tensor_slices((DENSE_X, DENSE_Y)).batch(size)
+
+    slices = [slice(start, start + size) for start in range(0, SAMPLES, size)]
+
+    class Sequence(keras.utils.PyDataset):
+        def __len__(self):
+            return len(slices)
+
+        def __getitem__(self, index):
+            return DENSE_X[slices[index]], DENSE_Y[slices[index]]
+
+    def generator():
+        while True:
+            for rows in slices:
+                yield DENSE_X[rows], DENSE_Y[rows]
+
+    steps = {"steps_per_epoch": len(slices)}
+    return {
+        "tf.data": (dataset, {}),
+        "endless tf.data": (lambda: dataset().repeat(), steps),
+        "PyDataset": (Sequence, {}),
+        "generator": (generator, steps),
+    }
+
+
+@pytest.mark.parametrize("name", feeds(1))
+def test_every_way_to_feed_it(name, mode):
+    case = CASES["dense"]
+    make_data, options = feeds(MODES[mode][1])[name]
+    fed = Case(**{**vars(case), "x": make_data(), "y": None, "fit": options})
+    check_same(fed.accumulate(mode, batch_size=None), full_batch("dense"), TOLERANCE["float32"])
+
+
+class Reconstructs(keras.Sequential):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, x, y_pred, sample_weight)
+
+
+def test_inputs_without_targets(mode):
+    case = Case(lambda: Reconstructs([keras.Input((5,)), keras.layers.Dense(5)]), y=None)
+    check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])
+
+
+def test_train_on_batch():
+    def train(prepare, sizes):
+        keras.utils.set_random_seed(3)
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"])
+        prepare(model)
+        ends = np.cumsum(sizes)
+        logs = [
+            model.train_on_batch(DENSE_X[end - n : end], DENSE_Y[end - n : end])
+            for n, end in zip(sizes, ends)
+        ]
+        return model, {"logs": np.array(logs[-1])}
+
+    expected = train(lambda model: model, [30, 20])
+    split = train(lambda model: bigbatch.accumulate(model, microbatch_size=7), [30, 20])
+    check_same(split, expected, TOLERANCE["float32"])
+    window = train(
+        lambda model: bigbatch.accumulate(model, accumulation_steps=3), [8, 15, 7, 2, 9, 9]
+    )
+    # What it returns is of the batch it is given, in window mode a part of the window.
+    assert largest_difference(window[0], expected[0]) <= TOLERANCE["float32"]
+    assert int(window[0].optimizer.iterations) == 2
+
+
+def test_validation(mode):
+    case = CASES["dense"]
+    options = {"validation_data": (DENSE_X[:30], DENSE_Y[:30]), "validation_batch_size": 10}
+    result = case.accumulate(mode, **options)
+    check_same(result, case.train(**options), TOLERANCE["float32"])
+
+
+def test_validation_split_and_initial_epoch(mode):
+    options = {"validation_split": 0.2, "initial_epoch": 1, "epochs": 3}
+    case = CASES["dense"]
+    result = case.accumulate(mode, validation_batch_size=10, **options)
+    expected = case.train(validation_batch_size=10, **options)
+    check_same(result, expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"microbatch_size": BATCH}, {"microbatch_size": 1000}, {"accumulation_steps": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["regularised", "masked", "own train_step"])
+def test_one_micro_batch_is_plain_training_bit_for_bit(name, setting):
+    def prepare(model):
+        bigbatch.accumulate(model, **setting)
+
+    check_same(CASES[name].train(prepare), full_batch(name), 0)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("devices", ["one device", "two replicas"])
+def test_mixed_precision(policy, devices, mode, mirrored):
+    def make():
+        hidden = keras.layers.Dense(8, "tanh", dtype=policy)
+        return keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(3)], name="m")
+
+    case = Case(make, fit={"epochs": 3})
+    keras.config.set_dtype_policy(policy)
+    try:
+        expected, _ = case.train()
+        if devices == "one device":
+            model, _ = case.accumulate(mode)
+        else:
+            with mirrored.scope():
+                model, _ = case.accumulate(mode)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    if policy == "mixed_float16":
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert int(model.optimizer.iterations.numpy()) == int(expected.optimizer.iterations)
+    # The gradients of a micro-batch are rounded to 16 bits, those of the batch once: with 11
+    # bits of precision, or 8. A mean of means is off by 2e-2.
+    tolerance = {"mixed_float16": 2e-5, "mixed_bfloat16": 2e-4}[policy]
+    assert largest_difference(model, expected) <= tolerance
+
+
+def tokens_of_length(length, samples=4):
+    return rng.integers(1, 6, (samples, length)), rng.normal(size=(samples, length, 2))
+
+
+SENTENCES = [tokens_of_length(*shape) for shape in ((3, 4), (7, 4), (5, 2), (2, 4), (6, 3))]
+
+
+def sentence_model(mask_zero):
+    return keras.Sequential(
+        [
+            keras.Input((None,), dtype="int32"),
+            keras.layers.Embedding(6, 4, mask_zero=mask_zero),
+            keras.layers.Dense(3, "tanh"),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+@pytest.mark.parametrize("fed_by", ["fit", "train_on_batch"])
+def test_micro_batches_of_different_lengths_are_weighted_by_elements(fed_by):
+    """The full batch is padded to the longest, with the padding masked."""
+
+    def padded(arrays):
+        length = max(array.shape[1] for array in arrays)
+        widths = [[(0, 0), (0, length - a.shape[1])] + [(0, 0)] * (a.ndim - 2) for a in arrays]
+        return np.concatenate([np.pad(*pair) for pair in zip(arrays, widths)])
+
+    def train(mask_zero, batches, prepare):
+        keras.utils.set_random_seed(3)
+        model = sentence_model(mask_zero)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        prepare(model)
+        if fed_by == "train_on_batch":
+            for batch in batches:
+                model.train_on_batch(*batch)
+        else:
+            signature = (
+                tf.TensorSpec([None, None], tf.int32),
+                tf.TensorSpec([None, None, 2], tf.float32),
+            )
+            data = tf.data.Dataset.from_generator(lambda: batches, output_signature=signature)
+            data = data.apply(tf.data.experimental.assert_cardinality(len(batches)))
+            model.fit(data, verbose=0, shuffle=False)
+        return bigbatch.restore(model)  # applies a window that train_on_batch has left open
+
+    windows = [SENTENCES[:3], SENTENCES[3:]]
+    whole = [tuple(padded(arrays) for arrays in zip(*window)) for window in windows]
+    expected = train(True, whole, lambda model: model)
+    result = train(
+        False, SENTENCES, lambda model: bigbatch.accumulate(model, accumulation_steps=3)
+    )
+    assert largest_difference(result, expected) <= TOLERANCE["float32"]
+    assert int(result.optimizer.iterations) == 2

@@ -1,0 +1,161 @@
+"""The last, short window of an epoch in `fit`: applied, in time, with the weight it has."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from fit_cases import BATCH, CASES, DENSE_X, DENSE_Y, MODES, check_same, dense
+
+from problems import TOLERANCE, largest_difference
+
+STEPS, SIZE = MODES["window"][0]["accumulation_steps"], MODES["window"][1]
+
+
+def compiled(**setting):
+    keras.utils.set_random_seed(3)
+    model = dense()
+    model.compile("adam", "mse", metrics=["mae"])
+    if setting:
+        bigbatch.accumulate(model, **setting)
+    return model
+
+
+class Iterations(keras.callbacks.Callback):
+    """Notes how many updates there were at each event."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def _note(self, event):
+        self.seen.append((event, int(self.model.optimizer.iterations)))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._note("batch")
+
+    def on_test_begin(self, logs=None):
+        self._note("validation")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._note("epoch")
+
+
+def test_it_is_applied_before_validation_and_the_end_of_the_epoch():
+    model, callback = compiled(accumulation_steps=2), Iterations()
+    model.fit(
+        DENSE_X,
+        DENSE_Y,
+        batch_size=10,
+        validation_data=(DENSE_X, DENSE_Y),
+        callbacks=[callback],
+        verbose=0,
+    )
+    batches = [("batch", updates) for updates in (0, 1, 1, 2, 2)]
+    assert callback.seen == [*batches, ("validation", 3), ("epoch", 3)]
+
+
+def test_steps_per_epoch_is_honoured_exactly():
+    """Four batches per epoch in windows of three, from a data set without end."""
+
+    data = tf.data.Dataset.from_tensor_slices((DENSE_X, DENSE_Y)).repeat().batch(5)
+    model = compiled(accumulation_steps=3)
+    model.fit(data, steps_per_epoch=4, epochs=2, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 4
+    expected = compiled()
+    for start, end in ((0, 15), (15, 20), (20, 35), (35, 40)):
+        expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_a_window_longer_than_the_epoch_still_trains():
+    model = compiled(accumulation_steps=100)
+    with pytest.warns(UserWarning, match="accumulation_steps=100 is more than the 8 batches"):
+        model.fit(DENSE_X, DENSE_Y, batch_size=SIZE, epochs=2, shuffle=False, verbose=0)
+    expected = compiled()
+    expected.fit(DENSE_X, DENSE_Y, batch_size=50, epochs=2, shuffle=False, verbose=0)
+    assert int(model.optimizer.iterations) == 2
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_repeated_fits_leak_nothing(mode):
+    setting, size = MODES[mode]
+    model, expected = compiled(**setting), compiled()
+    for rows in (slice(0, 50), slice(0, 28), slice(10, 50)):
+        x, y = DENSE_X[rows], DENSE_Y[rows]
+        for one, batch_size in ((model, size), (expected, BATCH)):
+            one.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_a_window_that_train_on_batch_left_open_is_applied_by_fit_and_restore():
+    model, expected = compiled(accumulation_steps=3), compiled()
+    model.train_on_batch(DENSE_X[:5], DENSE_Y[:5])
+    assert int(model.optimizer.iterations) == 0
+    model.fit(DENSE_X, DENSE_Y, batch_size=SIZE, shuffle=False, verbose=0)
+    model.train_on_batch(DENSE_X[:6], DENSE_Y[:6])
+    bigbatch.restore(model)
+    expected.train_on_batch(DENSE_X[:5], DENSE_Y[:5])
+    expected.fit(DENSE_X, DENSE_Y, batch_size=BATCH, shuffle=False, verbose=0)
+    expected.train_on_batch(DENSE_X[:6], DENSE_Y[:6])
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_training_that_is_stopped_in_the_middle_of_a_window():
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = batch == 3
+
+    model = compiled(accumulation_steps=3)
+    model.fit(DENSE_X, DENSE_Y, batch_size=7, callbacks=[Stop()], shuffle=False, verbose=0)
+    expected = compiled()
+    for start, end in ((0, 21), (21, 28)):
+        expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_evaluation_in_the_middle_of_a_window_does_not_end_it():
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                self.model.evaluate(DENSE_X, DENSE_Y, verbose=0)
+
+    model, _ = CASES["dense"].accumulate("window", callbacks=[Evaluate()])
+    expected, _ = CASES["dense"].train()
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("devices", ["one device", "two replicas"])
+def test_a_schedule_from_updates_made(devices, mirrored):
+    asked = []
+
+    def schedule(updates):
+        asked.append(updates)
+        return 1 + updates % 3
+
+    def train():
+        keras.utils.set_random_seed(3)
+        model = dense()
+        model.compile("adam", "mse")
+        bigbatch.accumulate(model, accumulation_steps=schedule)
+        asked.clear()  # it was tried
+        model.fit(DENSE_X, DENSE_Y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+        return model
+
+    if devices == "one device":
+        model = train()
+    else:
+        with mirrored.scope():
+            model = train()
+    expected = compiled()
+    for start, end in ((0, 10), (10, 30), (30, 50), (0, 10), (10, 30), (30, 50)):
+        expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
+    assert asked == [0, 1, 2, 3, 4, 5]
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_the_reported_loss_of_a_short_window_is_that_of_the_full_batch(mode):
+    case = CASES["own train_step"]  # logs numbers of its own, those of the last batch
+    check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])

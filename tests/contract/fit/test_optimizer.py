@@ -1,0 +1,108 @@
+"""The user's optimizer in `fit` is left alone and sees updates only."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+import bigbatch
+from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, Case, check_same, dense
+
+from problems import TOLERANCE, built_in_optimizers, largest_difference
+
+
+def constrained():
+    hidden = keras.layers.Dense(8, "tanh", kernel_constraint=keras.constraints.MaxNorm(0.5))
+    return keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(3)])
+
+
+OPTIMIZERS = {
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.01, 0.2])
+    ),
+    "clipvalue": lambda: keras.optimizers.Adam(0.01, clipvalue=0.01),
+    "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.05),
+    "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
+    "EMA with overwrite": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "EMA without overwrite": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5),
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1), dynamic_growth_steps=2, initial_scale=2.0**10
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_settings(name, mode):
+    case = Case(constrained, optimizer=OPTIMIZERS[name])
+    result, expected = case.accumulate(mode), case.train()
+    check_same(result, expected, TOLERANCE["float32"])
+    variables = zip(result[0].optimizer.variables, expected[0].optimizer.variables)
+    for one, two in variables:
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", ["schedule", "clipnorm", "EMA with overwrite", "loss scaling"])
+def test_settings_on_two_replicas(name, mode, mirrored):
+    case = Case(constrained, optimizer=OPTIMIZERS[name])
+    expected = case.train()
+    with mirrored.scope():
+        result = case.accumulate(mode)
+    check_same(result, expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("name", built_in_optimizers())
+def test_every_built_in_optimizer(name, mode):
+    case = Case(dense, optimizer=built_in_optimizers()[name], fit={"epochs": 1})
+
+    def build(model):
+        # ScheduleFreeAdamW starts from other values if Keras builds it while tracing.
+        model.optimizer.build(model.trainable_variables)
+
+    result, expected = case.accumulate(mode), case.train(build)
+    # Some divide by the root of a sum of squares of nearly zero: rounding is magnified.
+    check_same(result, expected, 5e-5)
+
+
+def test_it_is_the_same_object_with_the_same_methods(mode):
+    model, _ = CASES["dense"].accumulate(mode)
+    optimizer = model.optimizer
+    assert type(optimizer) is keras.optimizers.Adam
+    assert not {"apply", "scale_loss", "apply_gradients"} & set(vars(optimizer))
+    bigbatch.restore(model)
+    assert model.optimizer is optimizer
+
+
+def test_an_infinite_micro_batch_skips_the_whole_update(mode):
+    """As the full batch does: the scale is halved and no weight moves."""
+    setting, size = MODES[mode]
+    x = DENSE_X.astype("float32")
+    x[9] = np.inf
+
+    def train(prepare, batch_size):
+        keras.utils.set_random_seed(3)
+        model = dense()
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        model.compile(scaled, "mse")
+        prepare(model)
+        model.fit(x[:42], DENSE_Y[:42], batch_size=batch_size, shuffle=False, verbose=0)
+        return model
+
+    model = train(lambda model: bigbatch.accumulate(model, **setting), size)
+    expected = train(lambda model: model, 21)
+    assert float(model.optimizer.dynamic_scale) == float(expected.optimizer.dynamic_scale)
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_learning_rate_callbacks(mode):
+    def callbacks():
+        return [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5),
+            keras.callbacks.ReduceLROnPlateau("loss", factor=0.1, patience=1, min_delta=10),
+        ]
+
+    case = Case(dense, optimizer=lambda: keras.optimizers.SGD(0.1), fit={"epochs": 4})
+    result = case.accumulate(mode, callbacks=callbacks())
+    check_same(result, case.train(callbacks=callbacks()), TOLERANCE["float32"])

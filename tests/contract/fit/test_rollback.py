@@ -1,0 +1,134 @@
+"""A batch of `fit` that fails leaves no trace: weights, statistics, metrics, random state."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from bigbatch.keras import compat
+from fit_cases import MODES
+
+from problems import largest_difference
+
+X = np.arange(84, dtype="float32").reshape(42, 2) / 10
+Y = np.ones((42, 1), "float32")
+BAD = 35  # in the second batch, and not in its first micro-batch
+
+
+class Checks(keras.layers.Layer):
+    """Fails, when the graph runs, for one sample."""
+
+    def call(self, inputs):
+        tf.debugging.assert_less(inputs, 1e6, message="the bad sample")
+        return inputs
+
+
+def build(batch_norm="pooled", **setting):
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            Checks(),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile("adam", "mse", metrics=["mae"])
+    if setting:
+        bigbatch.accumulate(model, batch_norm=batch_norm, **setting)
+    return model
+
+
+def state(model):
+    variables = compat.state_of(model) + [w.value for w in model.weights]
+    return [v.numpy() for v in (*variables, *(o.value for o in model.optimizer.variables))]
+
+
+def same(one, two):
+    return all(np.array_equal(*pair) for pair in zip(one, two))
+
+
+class Note(keras.callbacks.Callback):
+    """Notes the state after the first update."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations.numpy()) == 1 and not hasattr(self, "state"):
+            self.state = state(self.model)
+
+
+@pytest.mark.parametrize("batch_norm", ["pooled", "microbatch"])
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_a_failure_in_the_second_batch_leaves_the_state_after_the_first(
+    mode, batch_norm, steps_per_execution
+):
+    setting, size = MODES[mode]
+    bad = X.copy()
+    bad[BAD] = 1e7
+
+    def fit(model, x, batches, **options):
+        rows = slice(0, batches * size)
+        return model.fit(x[rows], Y[rows], batch_size=size, shuffle=False, verbose=0, **options)
+
+    per_batch = 1 if mode == "split" else setting["accumulation_steps"]
+    expected = build(batch_norm, **setting)
+    fit(expected, X, per_batch)
+    model = build(batch_norm, **setting)
+    model.steps_per_execution = steps_per_execution
+    before = state(model)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the bad sample"):
+        fit(model, bad, 2 * per_batch)
+    assert not same(state(model), before)
+    assert same(state(model), state(expected))
+    # And it goes on from there.
+    for one in (model, expected):
+        fit(one, X, 2 * per_batch)
+    assert largest_difference(model, expected) == 0
+
+
+def test_an_exception_of_a_callback_in_the_middle_of_a_window():
+    class Raise(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 4:
+                raise KeyboardInterrupt
+
+    setting, size = MODES["window"]
+    model, note = build(**setting), Note()
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=size, callbacks=[note, Raise()], verbose=0)
+    assert same(state(model), note.state)
+    # The forgotten window is not part of the next.
+    expected = build(**setting)
+    for variable, value in zip(expected.weights, model.get_weights()):
+        variable.assign(value)
+    for one in (model, expected):
+        one.compile(keras.optimizers.SGD(0.01), "mse")
+        keras.utils.set_random_seed(3)
+        one.layers[2].seed_generator.state.assign([1, 2])
+        one.fit(X, Y, batch_size=size, shuffle=False, verbose=0)
+    assert largest_difference(model, expected) == 0
+
+
+def test_on_two_replicas(mode, mirrored):
+    setting, size = MODES[mode]
+    bad = X.copy()
+    bad[BAD] = 1e7
+    note = Note()
+    with mirrored.scope():
+        model = build(**setting)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the bad sample"):
+        model.fit(bad, Y, batch_size=size, callbacks=[note], shuffle=False, verbose=0)
+    assert same(state(model), note.state)
+
+
+def test_a_failure_before_anything_ran(mode):
+    setting, size = MODES[mode]
+    model = build(**setting)
+    model.fit(X, Y, batch_size=size, verbose=0)
+    before = [weight.numpy() for weight in model.weights]
+    with pytest.raises(ValueError, match="incompatible with the layer"):
+        model.train_on_batch(X[:, :1], Y)
+    assert same([weight.numpy() for weight in model.weights], before)

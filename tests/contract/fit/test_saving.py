@@ -1,0 +1,148 @@
+"""What is saved, copied or exported is the plain model with its plain optimizer."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from fit_cases import BATCH, CASES, DENSE_X, DENSE_Y, MODES, dense
+
+from problems import TOLERANCE, largest_difference
+
+PLAIN = {"fit", "make_train_function", "_maybe_symbolic_build", "_bigbatch_hooks"}
+
+
+def is_plain(model):
+    return not PLAIN & set(vars(model))
+
+
+def test_restore_leaves_nothing_behind(mode):
+    model, _ = CASES["dense"].accumulate(mode)
+    before = set(vars(CASES["dense"].train()[0]))
+    assert bigbatch.restore(model) is model
+    assert set(vars(model)) == before
+    model.fit(DENSE_X, DENSE_Y, verbose=0)
+
+
+def test_a_loaded_model_is_plain_and_can_be_accumulated_again(tmp_path, mode):
+    setting, size = MODES[mode]
+    model, _ = CASES["dense"].accumulate(mode)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert is_plain(loaded)
+    assert largest_difference(loaded, model) == 0
+    expected, _ = CASES["dense"].train()
+    expected.fit(DENSE_X, DENSE_Y, batch_size=BATCH, shuffle=False, verbose=0)
+    bigbatch.accumulate(loaded, **setting)
+    loaded.fit(DENSE_X, DENSE_Y, batch_size=size, shuffle=False, verbose=0)
+    assert largest_difference(loaded, expected) <= TOLERANCE["float32"]
+
+
+def test_it_loads_and_trains_where_bigbatch_is_not_installed(tmp_path, mode):
+    model, _ = CASES["dense"].accumulate(mode)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    np.savez(tmp_path / "data.npz", x=DENSE_X, y=DENSE_Y)
+    program = Path(__file__).parents[2] / "without_bigbatch_probe.py"
+    output = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    weights = [np.array(values) for values in json.loads(output.splitlines()[-1])]
+    expected, _ = CASES["dense"].train()
+    expected.fit(DENSE_X, DENSE_Y, batch_size=BATCH, shuffle=False, verbose=0)
+    for one, two in zip(weights, expected.get_weights()):
+        np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("how", ["clone", "pickle", "deepcopy"])
+def test_copies_are_plain(how, mode):
+    model, _ = CASES["dense"].accumulate(mode)
+    copied = {
+        "clone": keras.models.clone_model,
+        "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+        "deepcopy": copy.deepcopy,
+    }[how](model)
+    assert is_plain(copied)
+    copied.compile("sgd", "mse")
+    copied.fit(DENSE_X, DENSE_Y, verbose=0)
+    assert not is_plain(model)
+
+
+def test_export(tmp_path, mode):
+    model, _ = CASES["dense"].accumulate(mode)
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = tf.saved_model.load(str(tmp_path / "exported"))
+    served = loaded.serve(tf.constant(DENSE_X, tf.float32))
+    np.testing.assert_allclose(served, model.predict(DENSE_X, verbose=0), rtol=1e-5, atol=1e-6)
+
+
+def test_callbacks_that_write(tmp_path, mode):
+    def train(folder, train):
+        path = tmp_path / folder
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(path / "best.keras", "loss", save_best_only=True),
+            keras.callbacks.EarlyStopping("loss", min_delta=100, patience=1),
+            keras.callbacks.TensorBoard(path / "logs", update_freq="batch"),
+            keras.callbacks.CSVLogger(path / "log.csv"),
+        ]
+        path.mkdir()
+        _, history = train(callbacks=callbacks, epochs=9)
+        assert len(history["loss"]) == 2  # stopped early
+        assert list((path / "logs" / "train").iterdir())
+        assert len((path / "log.csv").read_text().splitlines()) == 3
+        return keras.saving.load_model(path / "best.keras")
+
+    case = CASES["dense"]
+    result = train("result", functools.partial(case.accumulate, mode))
+    assert largest_difference(result, train("expected", case.train)) <= TOLERANCE["float32"]
+
+
+def test_killed_and_resumed(tmp_path, mode):
+    """`BackupAndRestore` goes on from the last epoch, to the weights of a run never killed."""
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == 8:  # in the third epoch
+                raise KeyboardInterrupt
+
+    def train(*callbacks, seed):
+        keras.utils.set_random_seed(seed)
+        model = dense()
+        model.compile("adam", "mse")
+        setting, size = MODES[mode]
+        bigbatch.accumulate(model, **setting)
+        options = {"batch_size": size, "epochs": 4, "shuffle": False, "verbose": 0}
+        model.fit(DENSE_X, DENSE_Y, callbacks=list(callbacks), **options)
+        return model
+
+    def backup():
+        return keras.callbacks.BackupAndRestore(tmp_path / "backup")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(backup(), Kill(), seed=3)
+    resumed = train(backup(), seed=4)  # another start: everything comes from the backup
+    assert largest_difference(resumed, train(seed=3)) == 0
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras, when it saves
+def test_saving_in_the_middle_of_a_window_is_warned_of(tmp_path):
+    callback = keras.callbacks.BackupAndRestore(tmp_path / "backup", save_freq=4)
+    with pytest.warns(
+        UserWarning, match=r"BackupAndRestore\(save_freq=4\) saves in the middle"
+    ):
+        CASES["dense"].accumulate("window", callbacks=[callback])
