@@ -1,0 +1,88 @@
+"""Many devices in `fit`: one reduction per update, exact whatever each replica holds.
+
+That the result is that of one device is part of the other contracts.
+"""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS, check_same, dense, masked
+
+from problems import TOLERANCE
+
+
+def collectives(function, *arguments):
+    """Return the collective operations in a function and in all that it calls."""
+    graph = function.get_concrete_function(*arguments).graph.as_graph_def()
+    nodes = [*graph.node, *(n for body in graph.library.function for n in body.node_def)]
+    return [node.op for node in nodes if "Collective" in node.op]
+
+
+def engine_after_fit(make_model, x, y, setting, size, strategy):
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+    with strategy.scope():
+        model = make_model()
+        model.compile("adam", "mse", metrics=["mae"])
+    bigbatch.accumulate(model, **setting)
+    model.fit(data, shuffle=False, verbose=0)
+    return vars(model)["_bigbatch_hooks"].engine, iter(
+        strategy.experimental_distribute_dataset(data)
+    )
+
+
+def test_one_reduction_per_update_in_split_mode(mirrored):
+    engine, iterator = engine_after_fit(dense, DENSE_X, DENSE_Y, *MODES["split"], mirrored)
+    found = collectives(engine._on_iterator, iterator)
+    assert found == ["CollectiveReduceV2"] * mirrored.num_replicas_in_sync
+
+
+def test_one_reduction_per_update_in_window_mode(mirrored):
+    engine, iterator = engine_after_fit(dense, DENSE_X, DENSE_Y, *MODES["window"], mirrored)
+    for is_first in (True, False):
+        micro_batch = (iterator, 1, tf.constant(3, tf.float64), is_first)
+        assert collectives(engine._add_next, *micro_batch) == []
+    assert collectives(engine._update) == ["CollectiveReduceV2"] * 2
+
+
+def test_masks_need_one_more_reduction_of_a_few_numbers(mirrored):
+    engine, _ = engine_after_fit(masked, TOKENS, TOKEN_Y, *MODES["window"], mirrored)
+    for function in (engine._update, engine._open_held):  # sparse rows are gathered
+        found = [one for one in collectives(function) if "Reduce" in one]
+        assert found == ["CollectiveReduceV2"] * mirrored.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("name", ["dense", "masked", "own train_step"])
+def test_replicas_without_samples(name, mode, mirrored):
+    """The last micro-batch has one sample: the second replica has none."""
+    case = CASES[name]
+    expected = case.train(batch_size=49)
+    with mirrored.scope():
+        if mode == "split":
+            result = case.train(
+                lambda m: bigbatch.accumulate(m, microbatch_size=9), batch_size=49
+            )
+        else:
+            result = case.accumulate(mode, {"accumulation_steps": 7})
+    check_same(result, expected, TOLERANCE["float32"])
+
+
+def test_both_replicas_hold_the_same_model(mode, mirrored):
+    def make():
+        return keras.Sequential(
+            [keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(3)]
+        )
+
+    with mirrored.scope():
+        model = make()
+        model.compile("adam", "mse")
+        setting, size = MODES[mode]
+        bigbatch.accumulate(model, **setting)
+        model.fit(DENSE_X, DENSE_Y, batch_size=size, verbose=0)
+    for weight in model.weights:
+        one, two = mirrored.experimental_local_results(weight.value)
+        assert np.array_equal(one.numpy(), two.numpy()), weight.path

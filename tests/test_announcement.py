@@ -1,0 +1,120 @@
+"""What `fit` says before training."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+
+X, Y = np.ones((100, 5)), np.ones((100, 3))
+layers = keras.layers
+
+
+def said(capsys, setting, x=X, y=Y, model_layers=(), **fit):
+    model = keras.Sequential([keras.Input((5,)), *model_layers, layers.Dense(3)])
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, **setting)
+    model.fit(x, y, **{"verbose": 2, "shuffle": False, **fit})
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if line.startswith("bigbatch: ")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "batch_size", "expected"),
+    [
+        (
+            {"microbatch_size": 4},
+            20,
+            "batch 20 = 4 samples × 5 micro-batches, 5 updates per epoch",
+        ),
+        (
+            {"microbatch_size": 7},
+            30,
+            "batch 30 in 7 samples × 5 micro-batches, 4 updates per epoch, the last of 10 samples",
+        ),
+        (
+            {"microbatch_size": 64},
+            50,
+            "batch 50 = 50 samples × 1 micro-batch, 2 updates per epoch",
+        ),
+        (
+            {"accumulation_steps": 3},
+            10,
+            "batch 30 = 10 samples × 3 micro-batches, 4 updates per epoch, "
+            "the last of 1 micro-batch",
+        ),
+        (
+            {"accumulation_steps": lambda updates: 2},
+            10,
+            "batches per update by a schedule, an epoch ends with an update",
+        ),
+    ],
+)
+def test_how_batches_are_made_up(capsys, setting, batch_size, expected):
+    lines = said(capsys, setting, batch_size=batch_size)
+    assert lines == [f"bigbatch: {expected}, gradient buffer 0.1 KiB"]
+
+
+def test_a_data_set_of_unknown_batch_size(capsys):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(30)
+    (line,) = said(capsys, {"microbatch_size": 8}, x=data, y=None)
+    assert line.startswith("bigbatch: each batch in micro-batches of 8, 4 updates per epoch")
+    (line,) = said(
+        capsys, {"accumulation_steps": 2}, x=data.repeat(), y=None, steps_per_epoch=5
+    )
+    assert line.startswith(
+        "bigbatch: 2 batches of the data set per update, 3 updates per epoch, "
+        "the last of 1 micro-batch"
+    )
+
+
+def test_replicas(capsys, mirrored):
+    with mirrored.scope():
+        lines = said(capsys, {"microbatch_size": 5}, batch_size=20)
+    assert lines[0].startswith("bigbatch: batch 20 = 5 samples × 2 micro-batches × 2 replicas,")
+
+
+@pytest.mark.parametrize(
+    ("batch_norm", "expected"),
+    [
+        ("pooled", "norm (statistics of micro-batches, moving statistics pooled)"),
+        ("microbatch", "norm (statistics of micro-batches)"),
+        ("frozen", "norm (frozen)"),
+    ],
+)
+def test_what_cannot_be_equal_by_name(capsys, batch_norm, expected):
+    def model_layers():
+        return layers.BatchNormalization(name="norm"), layers.Dropout(0.5, name="drop")
+
+    setting = {"microbatch_size": 4, "batch_norm": batch_norm}
+    lines = said(capsys, setting, model_layers=model_layers())
+    assert lines[1:] == [
+        f"bigbatch: not equal to the full batch: {expected}; drop (random draws)"
+    ]
+    # One micro-batch per batch is the full batch.
+    plain = {"microbatch_size": 100, "batch_norm": batch_norm}
+    assert len(said(capsys, plain, model_layers=model_layers())) == 1
+
+
+def test_it_is_silent_with_verbose_0_and_says_it_once_per_fit(capsys):
+    assert said(capsys, {"microbatch_size": 4}, verbose=0) == []
+    options = {"validation_data": (X, Y), "epochs": 2}
+    assert len(said(capsys, {"microbatch_size": 4}, **options)) == 1
+
+
+def test_positional_verbose(capsys):
+    model = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, microbatch_size=4)
+    model.fit(X, Y, 20, 1, 0)
+    assert capsys.readouterr().out == ""
+
+
+def test_several_optimizers_are_said_to_update_together():
+    from fit_cases import CASES
+
+    with pytest.warns(UserWarning, match=r"several optimizers \(sgd.*, adam.*\).*together"):
+        CASES["two optimizers"].accumulate("split")

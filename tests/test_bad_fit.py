@@ -1,0 +1,128 @@
+"""Bad input to `accumulate` and `fit`: received, expected, what to do; nothing has changed."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from bigbatch.errors import ArgumentError, ContextError
+from fit_cases import DENSE_X, DENSE_Y, dense
+
+SETTINGS = [{"microbatch_size": 4}, {"accumulation_steps": 3}]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "neither of microbatch_size and accumulation_steps"),
+        ({"microbatch_size": 4, "accumulation_steps": 2}, "both of microbatch_size and acc"),
+        ({"microbatch_size": 0}, "microbatch_size=0"),
+        ({"microbatch_size": 2.5}, r"microbatch_size=2\.5 \(float\)"),
+        ({"microbatch_size": "all"}, "microbatch_size='all'"),
+        ({"accumulation_steps": -1}, "accumulation_steps=-1"),
+        ({"accumulation_steps": True}, "accumulation_steps=True"),
+        ({"accumulation_steps": lambda updates: 0}, r"accumulation_steps\(0\)=0"),
+        ({"microbatch_size": 4, "batch_norm": "synced"}, "batch_norm='synced'"),
+    ],
+)
+def test_bad_arguments_leave_the_setting_as_it_was(arguments, text):
+    model = bigbatch.accumulate(dense(), microbatch_size=5)
+    before = dict(vars(model))
+    with pytest.raises(ArgumentError, match=f"(?s){text}.*Expected: .*Fix: "):
+        bigbatch.accumulate(model, **arguments)
+    assert vars(model) == before
+
+
+@pytest.mark.parametrize("model", ["model", None, keras.layers.Dense(2)])
+@pytest.mark.parametrize(
+    "function", [lambda m: bigbatch.accumulate(m, microbatch_size=4), bigbatch.restore]
+)
+def test_not_a_model(model, function):
+    with pytest.raises(ArgumentError, match="a Keras 3 model"):
+        function(model)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(gradient_accumulation_steps=2)
+        ),
+    ],
+)
+def test_an_optimizer_that_accumulates_itself(setting, optimizer):
+    model = bigbatch.accumulate(dense(), **setting)
+    model.compile(optimizer(), "mse")
+    with pytest.raises(ArgumentError, match="remove gradient_accumulation_steps"):
+        model.fit(DENSE_X, DENSE_Y, batch_size=9, verbose=0)
+
+
+class Twice(keras.Sequential):
+    def train_step(self, data):
+        super().train_step(data)
+        return super().train_step(data)
+
+
+class Never(keras.Sequential):
+    def train_step(self, data):
+        return {"loss": tf.reduce_mean(self(data[0]))}
+
+
+class Elsewhere(keras.Sequential):
+    """Its optimizer is no attribute of the model."""
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(data[0]))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        OPTIMIZERS[0].apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+OPTIMIZERS = [keras.optimizers.SGD(0.0)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Twice, "applies gradients of the optimizer 'adam.*' twice"),
+        (Never, r"hands no gradients to an optimizer of the model \('adam.*'\)"),
+        (Elsewhere, r"hands no gradients to an optimizer of the model \('adam.*'\)"),
+    ],
+)
+def test_a_train_step_that_applies_twice_or_never(kind, text, setting):
+    OPTIMIZERS[0] = keras.optimizers.SGD(0.0)
+    model = kind([keras.Input((5,)), keras.layers.Dense(3)])
+    model.compile("adam", "mse")
+    bigbatch.accumulate(model, **setting)
+    before = model.get_weights()
+    with pytest.raises(ContextError, match=text):
+        model.fit(DENSE_X, DENSE_Y, batch_size=9, verbose=0)
+    assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights()))
+    assert "apply" not in vars(model.optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_model_without_trainable_weights(setting):
+    model = dense()
+    model.trainable = False
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, **setting)
+    with pytest.raises(ContextError, match="without trainable weights"):
+        model.fit(DENSE_X, DENSE_Y, batch_size=9, verbose=0)
+
+
+def test_a_schedule_that_goes_wrong_later_leaves_the_last_update():
+    model = dense()
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, accumulation_steps=lambda updates: 2 if updates < 2 else "three")
+    with pytest.raises(ArgumentError, match=r"accumulation_steps\(2\)='three'"):
+        model.fit(DENSE_X, DENSE_Y, batch_size=5, verbose=0)
+    assert int(model.optimizer.iterations) == 2
