@@ -18,39 +18,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
+from models import convolutional, transformer, wide
 
 import bigbatch
 
 MICROBATCH_SIZE, ROUNDS = 16, 15
-
-
-def convolutional():
-    layers = [keras.layers.Conv2D(32, 3, padding="same", activation="relu") for _ in range(3)]
-    return keras.Sequential(
-        [
-            keras.Input((24, 24, 3)),
-            *layers,
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(10),
-        ]
-    )
-
-
-def transformer():
-    inputs = keras.Input((64, 128))
-    x = inputs
-    for _ in range(2):
-        x = keras.layers.LayerNormalization()(x + keras.layers.MultiHeadAttention(4, 32)(x, x))
-        x = keras.layers.LayerNormalization()(
-            x + keras.layers.Dense(128)(keras.layers.Dense(512, "gelu")(x))
-        )
-    outputs = keras.layers.Dense(10)(keras.layers.GlobalAveragePooling1D()(x))
-    return keras.Model(inputs, outputs)
-
-
-def wide():
-    layers = [keras.layers.Dense(2048, "relu") for _ in range(2)]
-    return keras.Sequential([keras.Input((512,)), *layers, keras.layers.Dense(10)])
 
 
 def candidates(model):

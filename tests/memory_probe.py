@@ -5,6 +5,7 @@ One thread runs the operations, so that the peak is the same to the byte in ever
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -38,6 +39,12 @@ def peak(function, *arguments) -> int:
 def parameter_bound():
     layers = [keras.layers.Dense(1500, "relu") for _ in range(3)]
     return keras.Sequential([keras.Input((256,)), *layers, keras.layers.Dense(10)]), (256,)
+
+
+def layers_of_one_size():
+    """The allocator hands out up to twice what is asked for, unless it has the very size."""
+    layers = [keras.layers.Dense(1024, "relu") for _ in range(6)]
+    return keras.Sequential([keras.Input((1024,)), *layers, keras.layers.Dense(10)]), (1024,)
 
 
 def activation_bound():
@@ -108,7 +115,51 @@ def sparse_accumulator() -> dict:
     return {"table": 200_000 * 32 * 4, "extra": highest - before}
 
 
+def fit(make_model) -> dict:
+    """Train with `fit`; the data set is not counted, as it is not with any batch size."""
+
+    def compiled():
+        model, shape = make_model()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        return model, shape
+
+    def peak_of_fit(setting, samples, batch_size) -> int:
+        model, shape = compiled()
+        x, y = tf.zeros([samples, *shape]), tf.zeros([samples], tf.int32)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        gc.collect()
+        before = current()  # and before buffers are made, which stay between updates
+        for _ in range(2):
+            model.fit(data, shuffle=False, verbose=0)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        for _ in range(4):  # the peak of plain Keras differs from one `fit` to the next
+            model.fit(data, shuffle=False, verbose=0)
+        return tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+
+    model, shape = compiled()
+    size = MICROBATCH_SIZE
+    measured: dict = {
+        "gradient_set": sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables),
+        "batch_of_data": 2 * 64 * size * int(np.prod(shape)) * 4,  # one is prefetched
+        "one_microbatch": peak_of_fit({}, size, size),
+        "full_batch": peak_of_fit({}, 64 * size, 64 * size),
+    }
+    for k in (2, 4, 16, 64):
+        measured.setdefault("split", {})[k] = peak_of_fit(
+            {"microbatch_size": size}, k * size, k * size
+        )
+        measured.setdefault("window", {})[k] = peak_of_fit(
+            {"accumulation_steps": k}, k * size, size
+        )
+    return measured
+
+
 PROBES = {
+    "fit_parameter_bound": lambda: fit(layers_of_one_size),
+    "fit_activation_bound": lambda: fit(activation_bound),
     "parameter_bound": lambda: value_and_gradients(parameter_bound),
     "activation_bound": lambda: value_and_gradients(activation_bound),
     "sparse_accumulator": sparse_accumulator,

@@ -33,7 +33,8 @@ def said(capsys, setting, x=X, y=Y, model_layers=(), **fit):
         (
             {"microbatch_size": 7},
             30,
-            "batch 30 in 7 samples × 5 micro-batches, 4 updates per epoch, the last of 10 samples",
+            "batch 30 in 7 samples × 5 micro-batches, 4 updates per epoch, "
+            "the last of 10 samples",
         ),
         (
             {"microbatch_size": 64},

@@ -34,6 +34,21 @@ def test_value_and_gradients_takes_one_microbatch_and_one_gradient_set(model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["fit_parameter_bound", "fit_activation_bound"])
+def test_fit_takes_one_training_step_and_one_gradient_set(model):
+    measured = measure(model)
+    limit = measured["one_microbatch"] + 1.1 * measured["gradient_set"]
+    for mode in ("split", "window"):
+        peaks = measured[mode]
+        # What the data pipeline holds of a larger batch counts too, in split mode.
+        data = measured["batch_of_data"] if mode == "split" else 0
+        assert all(peak <= limit + data for peak in peaks.values()), (mode, measured)
+        assert peaks["64"] - data <= 1.05 * peaks["2"]
+    if model == "fit_activation_bound":
+        assert measured["full_batch"] > 10 * limit
+
+
+@pytest.mark.slow
 def test_sparse_gradients_take_memory_for_the_rows_touched():
     measured = measure("sparse_accumulator")
     assert measured["extra"] <= 0.02 * measured["table"]

@@ -38,22 +38,31 @@ class Collected:
         self.gradients: list[Any] = []
         self.is_weighted = False
         """Whether the weight of the micro-batch is in the gradients already."""
+        self.sums: list[Any] = []
+        """Where gradients were added up at once; `None` for those that are in `gradients`."""
 
 
 @contextlib.contextmanager
-def collecting(model: Any, weigh: Callable[[Any], Any]) -> Iterator[list[Collected]]:
-    """Return a block in which `optimizer.apply` collects gradients and changes nothing.
+def collecting(
+    model: Any, weigh: Callable[[Any], Any], keep: Callable[[Collected], None]
+) -> Iterator[list[Collected]]:
+    """Return a block in which `optimizer.apply` collects gradients and changes no weight.
 
     `weigh(loss)` multiplies a loss by the weight of the micro-batch. It is applied where
     Keras scales the loss, just before the backward pass; a `train_step` that does not scale
-    its loss gives gradients that have still to be weighted.
+    its loss gives gradients that have still to be weighted. `keep(collected)` is called as
+    soon as an optimizer has been given its gradients.
     """
     optimizers = optimizers_of(model)
     collected = [Collected(optimizer) for optimizer in optimizers]
     with contextlib.ExitStack() as stack:
         for one in collected:
             stack.enter_context(
-                replaced(one.optimizer, apply=_apply(one), scale_loss=_scale_loss(one, weigh))
+                replaced(
+                    one.optimizer,
+                    apply=_apply(one, keep),
+                    scale_loss=_scale_loss(one, weigh),
+                )
             )
         yield collected
     collected[:] = [one for one in collected if one.variables]
@@ -83,7 +92,7 @@ def _nothing_to_accumulate(model: Any, optimizers: list[Any]) -> str:
     )
 
 
-def _apply(collected: Collected) -> Callable[..., None]:
+def _apply(collected: Collected, keep: Callable[[Collected], None]) -> Callable[..., None]:
     def apply(grads: Any, trainable_variables: Any = None) -> None:
         if collected.variables:
             raise ContextError(
@@ -99,6 +108,7 @@ def _apply(collected: Collected) -> Callable[..., None]:
             trainable_variables = variables_of(collected.optimizer)
         collected.variables = list(trainable_variables)
         collected.gradients = list(grads)
+        keep(collected)
 
     return apply
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from bigbatch.keras import compat
 from bigbatch.keras.batch_norm import BatchNorm
-from bigbatch.keras.collector import Collected, collecting
+from bigbatch.keras.collector import Collected, collecting, optimizers_of
 from bigbatch.keras.terms import (
     ONE,
     SAMPLES,
@@ -21,8 +21,9 @@ from bigbatch.keras.terms import (
 )
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
+from bigbatch.tf.buffers import DenseSum
 from bigbatch.tf.compat import outside_strategy_scope
-from bigbatch.tf.values import WEIGHT_DTYPE, after, as_gradient_of, shaped
+from bigbatch.tf.values import WEIGHT_DTYPE, after, as_gradient_of, flattened, packed, shaped
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,40 @@ class Runner:
         self._term_metrics: list[Any] = []
         self._mean_metrics: list[Any] = []
         self._structure: Any = None
+        self._sums: dict[tuple[int, int], DenseSum] = {}
+
+    def prepare(self) -> None:
+        """Make places to add up gradients in, before anything is traced.
+
+        What has none, because it is sparse or was built only by tracing, is added up as it
+        comes out of a micro-batch.
+        """
+        with self.strategy.scope():
+            for optimizer in optimizers_of(self._model):
+                for variable in self._model.trainable_variables:
+                    key = (id(optimizer), id(variable))
+                    if key not in self._sums:
+                        self._sums[key] = DenseSum(variable)
+
+    def open(self) -> None:
+        """Begin a batch on this replica; what its micro-batches do has been traced."""
+        for one in self._sums.values():
+            if one.is_used:
+                one.open()
+
+    def _keep(self, weight: Any, collected: Collected) -> None:
+        """Add up the gradients of a micro-batch, those that can be, and let them go."""
+        pairs = list(zip(collected.variables, collected.gradients))
+        collected.gradients = []
+        for variable, gradient in pairs:
+            total = self._sums.get((id(collected.optimizer), id(variable)))
+            if gradient is None or isinstance(gradient, tf.IndexedSlices):
+                total = None
+            gradient = _weighted(collected, variable, gradient, weight)
+            if total is not None:
+                total.add(gradient)
+            collected.sums.append(total)
+            collected.gradients.append(gradient if total is None else None)
 
     def run(self, data: Any, whole: Whole) -> dict[str, Any]:
         """Run `train_step` on a micro-batch without an update; return what adds up."""
@@ -68,7 +103,8 @@ class Runner:
         weight = samples / whole.unit
         correction = functools.partial(self._correction, whole, samples)
         recorder = TermRecorder(correction, self._lengths)
-        gradients = collecting(self._model, lambda loss: _times(loss, weight))
+        keep = functools.partial(self._keep, weight)
+        gradients = collecting(self._model, lambda loss: _times(loss, weight), keep)
         terms = recorder.watching(self._model)
         losses = compat.losses_of_one_replica(self._model, self._replicas)
         with self._norm.watching() as moments, terms, losses, gradients as collected:
@@ -77,7 +113,7 @@ class Runner:
         self._term_metrics = [metric for metric, _ in recorder.values]
         self._mean_metrics = [metric for metric, _ in recorder.means]
         return {
-            "gradients": [_weighted(one, weight) for one in collected],
+            "gradients": [one.gradients for one in collected],
             "logs": {name: _times(value, samples) for name, value in logs.items()},
             "terms": [_times(value, samples / self._replicas) for _, value in recorder.values],
             "means": [_times(value, samples) for _, value in recorder.means],
@@ -129,16 +165,17 @@ class Runner:
         count = sums["samples"]
         self._update_metrics(sums.pop("terms"), sums.pop("means"), count, known_count)
         sums["logs"] = self.logs(sums["logs"], count)
-        scale = None
-        if self._replicas > 1:
-            scale = unit
-        elif unit is not count:
-            scale = unit / count
-        if scale is not None:
-            sums["gradients"] = [
-                [as_gradient_of(*pair, scale) for pair in zip(one.variables, gradients)]
-                for one, gradients in zip(self._collected, sums["gradients"])
+        sums["gradients"] = [
+            [
+                gradient if total is None else total.value()
+                for total, gradient in zip(one.sums, gradients)
             ]
+            for one, gradients in zip(self._collected, sums["gradients"])
+        ]
+        if self._replicas > 1:
+            sums["gradients"] = self._scaled(sums["gradients"], unit)
+        elif unit is not count:
+            sums["unit"] = unit
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
         return tf.nest.flatten(sums)
 
@@ -146,14 +183,44 @@ class Runner:
         """Update the model from what `close` returned, summed over replicas; return logs."""
         sums = tf.nest.pack_sequence_as(self._structure, flat)
         count = sums["samples"]
-        scale = None if self._replicas == 1 else 1 / count
         # Or an update counter would count one that then fails for want of its gradients.
         with outside_strategy_scope(), after(flat):
-            for one, gradients in zip(self._collected, sums["gradients"]):
-                mean = [as_gradient_of(*pair, scale) for pair in zip(one.variables, gradients)]
+            gradients = sums["gradients"]
+            if self._replicas > 1:
+                gradients = self._scaled(gradients, 1 / count)
+            elif "unit" in sums:
+                gradients = self._rescaled(gradients, sums["unit"] / count)
+            for one, mean in zip(self._collected, gradients):
+                mean = [as_gradient_of(*pair) for pair in zip(one.variables, mean)]
                 one.optimizer.apply(mean, one.variables)
             self._norm.update(sums["moments"])
+        self._close_sums()
         return {name: divided(value, count) for name, value in sums["logs"].items()}
+
+    def _close_sums(self) -> None:
+        def local() -> None:
+            for one in self._collected:
+                for total in one.sums:
+                    if total is not None:
+                        total.close()
+
+        self.strategy.run(local)
+
+    def _scaled(self, gradients: list[Any], scale: Any) -> list[Any]:
+        return [
+            [as_gradient_of(*pair, scale) for pair in zip(one.variables, parts)]
+            for one, parts in zip(self._collected, gradients)
+        ]
+
+    def _rescaled(self, gradients: list[Any], scale: Any) -> list[Any]:
+        """Scale gradients, without copying them if, as in a full window, the scale is one."""
+        _, kinds = flattened(gradients)
+        tensors = tf.cond(
+            scale == 1,
+            lambda: flattened(gradients)[0],
+            lambda: flattened(self._scaled(gradients, scale))[0],
+        )
+        return packed(tensors, kinds)
 
     def logs(self, sums: dict[str, Any], count: Any) -> dict[str, Any]:
         """Return this replica's logs, times `count`: metrics as they are, else the sums."""
@@ -195,9 +262,6 @@ def _times(value: Any, weight: Any) -> Any:
     return value * tf.cast(weight, value.dtype)
 
 
-def _weighted(collected: Collected, weight: Any) -> list[Any]:
+def _weighted(collected: Collected, variable: Any, gradient: Any, weight: Any) -> Any:
     scale = None if collected.is_weighted else weight
-    return [
-        as_gradient_of(variable, shaped(gradient, variable), scale)
-        for variable, gradient in zip(collected.variables, collected.gradients)
-    ]
+    return as_gradient_of(variable, shaped(gradient, variable), scale)

@@ -47,15 +47,20 @@ class SplitEngine:
         """Train on the next batches of `iterator`, one update each; return the logs."""
         with self._state.protected():
             if is_iterator(iterator):
-                if self._state.prepare(iterator.element_spec):
-                    self._make_functions()
+                self._prepare(iterator.element_spec)
                 return self._on_iterator(iterator)
             logs = {}
             for _, data in zip(range(self._batches), iterator):
-                if self._state.prepare(data):
-                    self._make_functions()
+                self._prepare(data)
                 logs = self._on_batch(data)
             return logs
+
+    def _prepare(self, data: Any) -> None:
+        if self._state.is_complete:
+            return
+        if self._state.prepare(data):
+            self._make_functions()
+        self._runner.prepare()
 
     def flush(self) -> None:
         """Do nothing: between calls no batch is half done."""
@@ -86,16 +91,20 @@ class SplitEngine:
         count = tf.cast(batch.count, WEIGHT_DTYPE)
         whole = Whole(count, None if several else count)
         try:
-            sums = self._total(functools.partial(self._runner.run, whole=whole), batch)
+            sums = self._run(batch, whole)
         except DenominatorsNeededError:
             whole = self._runner.whole(self._total(self._runner.counts, batch))
-            sums = self._total(functools.partial(self._runner.run, whole=whole), batch)
+            sums = self._run(batch, whole)
         sums["samples"] = count
         known = batch.count if isinstance(batch.count, int) else None
         return self._runner.close(sums, count, known)
 
-    def _total(self, compute: Any, batch: Batch) -> Any:
+    def _run(self, batch: Batch, whole: Whole) -> dict[str, Any]:
+        compute = functools.partial(self._runner.run, whole=whole)
+        return self._total(compute, batch, begin=self._runner.open)
+
+    def _total(self, compute: Any, batch: Batch, **options: Any) -> Any:
         size = self._microbatch_size
         if size == UNBOUNDED:
             size = batch.count if isinstance(batch.count, int) else tf.maximum(batch.count, 1)
-        return total(compute, batch, size, jit_compile=self._model.jit_compile)
+        return total(compute, batch, size, jit_compile=self._model.jit_compile, **options)

@@ -24,7 +24,8 @@ class State:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._snapshot: Snapshot | None = None
-        self._is_complete = False
+        self.is_complete = False
+        """Whether all state has been created and is protected."""
 
     def prepare(self, data: Any) -> bool:
         """Create all state there is, given data or its types; say whether there is more now.
@@ -33,12 +34,10 @@ class State:
         that can be built only by training is built in the first trace, as in plain Keras, and
         is protected from the second call on.
         """
-        if self._is_complete:
-            return False
-        self._is_complete = compat.build(self._model, without_optionals(data))
+        self.is_complete = compat.build(self._model, without_optionals(data))
         is_first = self._snapshot is None
         variables = compat.state_of(self._model)
-        self._is_complete = self._is_complete or not is_first
+        self.is_complete = self.is_complete or not is_first
         with compat.strategy_of(self._model).scope():
             self._snapshot = Snapshot(variables)
         return not is_first

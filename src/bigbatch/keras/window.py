@@ -134,6 +134,7 @@ class WindowEngine:
         model, types = self._model, without_optionals(types)
         self._state.prepare(types)
         runner = Runner(model, self._batch_norm, lengths)
+        runner.prepare()
         running = functools.partial(
             RunningTotal,
             runner.strategy,
@@ -154,7 +155,8 @@ class WindowEngine:
             self._holds = True
             self._counts.prepare(types)
             self._total.prepare(types)
-        self._state.prepare(types)  # what could only be built by tracing
+        if not self._state.is_complete:
+            self._state.prepare(types)  # what could only be built by tracing
         if not model.run_eagerly:
             function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
             for name in ("_add_next", "_add_data", "_count", "_open_held", "_update"):
@@ -185,6 +187,8 @@ class WindowEngine:
         with self._state.taken() if begins else contextlib.nullcontext():
             if begins:
                 strategy.run(self._open, args=(data, length))
+            if is_first:
+                strategy.run(self._runner.open)
             self._total.add(data, is_first=is_first)
 
         def logs() -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from bigbatch.core.window import UNBOUNDED
 from bigbatch.errors import ContextError, explain
 from bigbatch.tf.compat import under_xla
-from bigbatch.tf.values import DENSE, NOTHING, ROWS, widened
+from bigbatch.tf.values import DENSE, NOTHING, ROWS, widened, zeros
 
 _ANY_SHAPE: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
 
@@ -30,6 +30,44 @@ def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=aggregation.SUM if summed else aggregation.ONLY_FIRST_REPLICA,
     )
+
+
+class DenseSum:
+    """The sum of one variable's dense gradients, on each replica its own.
+
+    It can be added to inside a function, where a gradient is gone as soon as it is added:
+    what a function returns is kept until everything the function does is done. It takes
+    memory only from `open` to `close`.
+    """
+
+    def __init__(self, variable: Any) -> None:
+        self._shape = tf.TensorShape(variable.shape)
+        self._dtype = widened(variable.dtype)
+        self._sum = local_variable(tf.zeros([0], self._dtype), _ANY_SHAPE)
+        self._is_open = False
+        self.is_used = False
+        """Whether anything has ever been added, or has been traced to be."""
+
+    def open(self) -> None:
+        """Start from zero."""
+        self._is_open = True
+        self._sum.assign(zeros(self._shape, self._dtype))
+
+    def add(self, gradient: Any) -> None:
+        """Add a tensor."""
+        self.is_used = True
+        if tf.executing_eagerly() and not self._is_open:
+            self.open()
+        self._sum.assign_add(tf.cast(gradient, self._dtype))
+
+    def value(self) -> Any:
+        """Return this replica's sum."""
+        return tf.ensure_shape(self._sum.read_value(), self._shape)
+
+    def close(self) -> None:
+        """Give the memory back; who has read the sum still has it."""
+        self._is_open = False
+        self._sum.assign(tf.zeros([0], self._dtype))
 
 
 class GradientBuffer:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from bigbatch.core.window import whole_and_rest
 from bigbatch.tf.batch import Batch
-from bigbatch.tf.values import DENSE, ROWS, flattened, joined, kind_of, packed, widen
+from bigbatch.tf.values import DENSE, ROWS, flattened, joined, kind_of, packed, widen, zeros
 
 
 def total(
@@ -21,6 +21,7 @@ def total(
     microbatch_size: int,
     *,
     jit_compile: bool | None = None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Any:
     """Return the sum of `compute(*micro_batch)` over the micro-batches of `batch`.
 
@@ -34,16 +35,18 @@ def total(
         microbatch_size: samples per micro-batch; the last one may be smaller.
         jit_compile: whether XLA compiles `compute`, in a graph. The loop stays outside:
             XLA runs loops on a CPU several times slower than TensorFlow does.
+        begin: called when `compute` has been traced, before it runs.
 
     Returns:
         The nest that `compute` returns. Half-precision leaves come back as float32, and
         `IndexedSlices` without a `dense_shape`.
     """
     if not isinstance(batch.count, int):
-        return _dynamic_total(compute, batch, microbatch_size, jit_compile)
+        return _dynamic_total(compute, batch, microbatch_size, jit_compile, begin)
     if batch.count and tf.executing_eagerly():
+        begin()
         return _eager_total(compute, batch, microbatch_size)
-    return _static_total(compute, batch, microbatch_size, jit_compile)
+    return _static_total(compute, batch, microbatch_size, jit_compile, begin)
 
 
 def single(
@@ -93,11 +96,16 @@ def _plus(so_far: Any, part: Any) -> Any:
 
 
 def _static_total(
-    compute: Callable[..., Any], batch: Batch, microbatch_size: int, jit_compile: bool | None
+    compute: Callable[..., Any],
+    batch: Batch,
+    microbatch_size: int,
+    jit_compile: bool | None,
+    begin: Callable[[], None],
 ) -> Any:
     """Add up with static shapes: the batch size is known. The rest costs a second trace."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)
     micro = _Traced(compute, batch, microbatch_size if whole else rest, jit_compile)
+    begin()
     if whole > 1:
         totals = micro.loop(whole, microbatch_size)
     elif batch.count:
@@ -112,11 +120,16 @@ def _static_total(
 
 
 def _dynamic_total(
-    compute: Callable[..., Any], batch: Batch, microbatch_size: int, jit_compile: bool | None
+    compute: Callable[..., Any],
+    batch: Batch,
+    microbatch_size: int,
+    jit_compile: bool | None,
+    begin: Callable[[], None],
 ) -> Any:
     """Add up a batch whose size is known only when the graph runs: one trace for all."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)
     micro = _Traced(compute, batch, None, jit_compile)
+    begin()
     # XLA also compiles the loop that a batch smaller than a micro-batch never enters.
     totals = micro.loop(whole, tf.minimum(microbatch_size, batch.count))
     # The rest stands apart from the loop: XLA compiles no slice whose size changes in one.
@@ -173,7 +186,9 @@ class _Traced:
     def nothing(self) -> list[Any]:
         """Return the results of no samples."""
         return [
-            tf.zeros([0, *spec.shape[1:]], spec.dtype) if is_rows else _zeros(spec)
+            tf.zeros([0, *spec.shape[1:]], spec.dtype)
+            if is_rows
+            else zeros(spec.shape, spec.dtype)
             for spec, is_rows in zip(self._specs, self._is_rows)
         ]
 
@@ -214,9 +229,3 @@ class _Traced:
             total.concat() if is_rows else total
             for total, is_rows in zip(totals, self._is_rows)
         ]
-
-
-def _zeros(spec: Any) -> Any:
-    # `tf.zeros` would be folded into a constant that stays in memory for ever: one more
-    # gradient set. This operation counts as stateful and is not folded.
-    return tf.raw_ops.Empty(shape=spec.shape, dtype=spec.dtype, init=True)

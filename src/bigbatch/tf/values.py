@@ -55,6 +55,13 @@ def after(results: Iterable[Any]) -> Any:
     return tf.control_dependencies([result for result in results if result is not None])
 
 
+def zeros(shape: Any, dtype: Any) -> Any:
+    """Return zeros that TensorFlow does not fold into a constant, which stays in memory."""
+    if tf.executing_eagerly():
+        return tf.zeros(shape, dtype)
+    return tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True)
+
+
 def widened(dtype: Any) -> Any:
     """Return the type in which values of `dtype` are added up: at least float32."""
     dtype = tf.as_dtype(dtype)

@@ -1,0 +1,136 @@
+"""Time per update in `model.fit`, relative to the limit and to the full batch.
+
+    python benchmarks/fit.py
+
+The limit is a `train_step` that runs k forward and backward passes in one graph, keeps only the
+last gradients and applies them: no accumulation can be faster. Candidates are interleaved in
+one process, each trained by `fit` on the same arrays; the figures are ratios of medians, with
+the quartiles of the ratios in each round. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from models import convolutional_with_batch_norm, deep_tiny, transformer, wide
+
+import bigbatch
+
+MICROBATCH_SIZE, K, UPDATES, ROUNDS = 16, 8, 4, 9
+BATCH = MICROBATCH_SIZE * K
+
+
+def limit(make_model):
+    """Return a model that runs the passes of a batch without adding them up."""
+    inner = make_model()
+
+    class Limit(keras.Model):
+        def call(self, x, training=None):
+            return inner(x, training=training)
+
+        def train_step(self, data):
+            variables = inner.trainable_variables
+
+            def passes(x, y):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x, y, self(x, training=True))
+                return loss, tape.gradient(loss, variables)
+
+            passes = tf.function(passes, jit_compile=self.jit_compile, autograph=False)
+
+            def body(index, *_):
+                rows = [leaf[index * MICROBATCH_SIZE :][:MICROBATCH_SIZE] for leaf in data]
+                for part, leaf in zip(rows, data):
+                    part.set_shape([MICROBATCH_SIZE, *leaf.shape[1:]])
+                return index + 1, *passes(*rows)
+
+            start = (tf.constant(0), tf.constant(0.0), [tf.zeros(v.shape) for v in variables])
+            _, loss, gradients = tf.while_loop(
+                lambda index, *_: index < K, body, start, parallel_iterations=1
+            )
+            self.optimizer.apply(gradients, variables)
+            return {"loss": loss}
+
+    model = Limit()
+    model.built = True
+    return model
+
+
+def candidates(make_model, jit_compile):
+    """Return models that are compiled, and the `batch_size` to fit each with."""
+    models = {
+        "limit": (limit(make_model), BATCH),
+        "full batch": (make_model(), BATCH),
+        "split": (bigbatch.accumulate(make_model(), microbatch_size=MICROBATCH_SIZE), BATCH),
+        "window": (bigbatch.accumulate(make_model(), accumulation_steps=K), MICROBATCH_SIZE),
+        "Keras' own": (make_model(), MICROBATCH_SIZE),
+    }
+    for name, (model, _) in models.items():
+        steps = K if name == "Keras' own" else None
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        # The limit compiles its passes itself: XLA runs a loop on a CPU slowly.
+        jit = jit_compile and name != "limit"
+        model.compile(
+            keras.optimizers.Adam(1e-4, gradient_accumulation_steps=steps),
+            loss,
+            jit_compile=jit,
+        )
+        if name == "limit":
+            model.jit_compile = jit_compile
+            model.make_train_function = _uncompiled(model)
+    return models
+
+
+def _uncompiled(model):
+    """Make the train function of the limit without XLA around the whole."""
+
+    def make(force=False):
+        jit_compile, model.jit_compile = model.jit_compile, False
+        keras.Model.make_train_function(model, force)
+        model.jit_compile = jit_compile
+        return model.train_function
+
+    return make
+
+
+def measure(make_model, jit_compile=False):
+    """Return the time per update of every candidate, one row per round."""
+    keras.utils.set_random_seed(0)
+    models = candidates(make_model, jit_compile)
+    shape = make_model().input_shape[1:]
+    x = np.random.default_rng(0).normal(size=(BATCH * UPDATES, *shape)).astype("float32")
+    y = np.zeros(len(x), "int32")
+    times = {name: [] for name in models}
+    for _ in range(ROUNDS + 1):  # the first traces
+        for name, (model, batch_size) in models.items():
+            start = time.perf_counter()
+            model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+            times[name].append((time.perf_counter() - start) / UPDATES)
+    return {name: np.array(values[1:]) for name, values in times.items()}
+
+
+def report(name, times):
+    limit_times = times.pop("limit")
+    for candidate, values in times.items():
+        ratio = np.median(values) / np.median(limit_times)
+        low, high = np.percentile(values / limit_times, [25, 75])
+        full = np.median(values) / np.median(times["full batch"])
+        print(f"| {name} | {candidate} | {ratio:.2f} | {low:.2f} to {high:.2f} | {full:.2f} |")
+
+
+if __name__ == "__main__":
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores;", end=" ")
+    print(f"TensorFlow {tf.__version__}, Keras {keras.__version__};", end=" ")
+    print(f"micro-batches of {MICROBATCH_SIZE}, k = {K}, {ROUNDS} rounds\n")
+    print("| model | candidate | relative to the limit | quartiles | to the full batch |")
+    print("|---|---|---|---|---|")
+    for make_model in (convolutional_with_batch_norm, transformer, wide, deep_tiny):
+        report(make_model.__name__, measure(make_model))
+    report("transformer, jit_compile", measure(transformer, jit_compile=True))
