@@ -143,11 +143,11 @@ def fit(make_model) -> dict:
     size = MICROBATCH_SIZE
     measured: dict = {
         "gradient_set": sum(4 * int(np.prod(v.shape)) for v in model.trainable_variables),
-        "batch_of_data": 2 * 64 * size * int(np.prod(shape)) * 4,  # one is prefetched
+        "batch_of_data": 2 * 32 * size * int(np.prod(shape)) * 4,  # one is prefetched
         "one_microbatch": peak_of_fit({}, size, size),
-        "full_batch": peak_of_fit({}, 64 * size, 64 * size),
+        "full_batch": peak_of_fit({}, 32 * size, 32 * size),
     }
-    for k in (2, 4, 16, 64):
+    for k in (2, 32):
         measured.setdefault("split", {})[k] = peak_of_fit(
             {"microbatch_size": size}, k * size, k * size
         )

@@ -43,6 +43,16 @@ def test_code_in_documents_runs(path, tmp_path):
     assert run(str(program)).endswith("done\n")
 
 
+def test_what_the_readme_says_is_printed_is_printed(tmp_path):
+    """Of the banner; the figures of the demo are measured."""
+    program = tmp_path / "blocks.py"
+    program.write_text(blocks(ROOT / "README.md"))
+    output = run(str(program))
+    lines = re.findall(r"^bigbatch: .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert lines
+    assert all(line in output for line in lines)
+
+
 def test_readme_has_code():
     assert "bigbatch.GradientAccumulator" in blocks(ROOT / "README.md")
 

@@ -43,9 +43,9 @@ def test_fit_takes_one_training_step_and_one_gradient_set(model):
         # What the data pipeline holds of a larger batch counts too, in split mode.
         data = measured["batch_of_data"] if mode == "split" else 0
         assert all(peak <= limit + data for peak in peaks.values()), (mode, measured)
-        assert peaks["64"] - data <= 1.05 * peaks["2"]
+        assert peaks["32"] - data <= 1.05 * peaks["2"]
     if model == "fit_activation_bound":
-        assert measured["full_batch"] > 10 * limit
+        assert measured["full_batch"] > 5 * limit
 
 
 @pytest.mark.slow
