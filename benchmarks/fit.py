@@ -5,7 +5,7 @@
 The limit is a `train_step` that runs k forward and backward passes in one graph, keeps only the
 last gradients and applies them: no accumulation can be faster. Candidates are interleaved in
 one process, each trained by `fit` on the same arrays; the figures are ratios of medians, with
-the quartiles of the ratios in each round. Prints Markdown.
+the quartiles of the ratios in each round. Writes `benchmarks/results/fit.md`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -23,8 +24,9 @@ from models import convolutional_with_batch_norm, deep_tiny, transformer, wide
 
 import bigbatch
 
-MICROBATCH_SIZE, K, UPDATES, ROUNDS = 16, 8, 4, 9
+MICROBATCH_SIZE, K, ROUNDS = 16, 8, 9
 BATCH = MICROBATCH_SIZE * K
+RESULTS = Path(__file__).parent / "results"
 
 
 def limit(make_model):
@@ -100,37 +102,59 @@ def _uncompiled(model):
     return make
 
 
-def measure(make_model, jit_compile=False):
-    """Return the time per update of every candidate, one row per round."""
+def measure(make_model, updates, jit_compile=False):
+    """Return the times of every candidate, one for each round."""
     keras.utils.set_random_seed(0)
     models = candidates(make_model, jit_compile)
     shape = make_model().input_shape[1:]
-    x = np.random.default_rng(0).normal(size=(BATCH * UPDATES, *shape)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(BATCH * updates, *shape)).astype("float32")
     y = np.zeros(len(x), "int32")
     times = {name: [] for name in models}
     for _ in range(ROUNDS + 1):  # the first traces
         for name, (model, batch_size) in models.items():
             start = time.perf_counter()
             model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
-            times[name].append((time.perf_counter() - start) / UPDATES)
+            times[name].append(time.perf_counter() - start)
     return {name: np.array(values[1:]) for name, values in times.items()}
 
 
-def report(name, times):
+def rows(name, times):
+    """Return the lines of a table."""
     limit_times = times.pop("limit")
+    lines = []
     for candidate, values in times.items():
         ratio = np.median(values) / np.median(limit_times)
         low, high = np.percentile(values / limit_times, [25, 75])
         full = np.median(values) / np.median(times["full batch"])
-        print(f"| {name} | {candidate} | {ratio:.2f} | {low:.2f} to {high:.2f} | {full:.2f} |")
+        lines.append(
+            f"| {name} | {candidate} | {ratio:.2f} | {low:.2f} to {high:.2f} | {full:.2f} |"
+        )
+        print(lines[-1])
+    return lines
 
 
 if __name__ == "__main__":
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores;", end=" ")
-    print(f"TensorFlow {tf.__version__}, Keras {keras.__version__};", end=" ")
-    print(f"micro-batches of {MICROBATCH_SIZE}, k = {K}, {ROUNDS} rounds\n")
-    print("| model | candidate | relative to the limit | quartiles | to the full batch |")
-    print("|---|---|---|---|---|")
-    for make_model in (convolutional_with_batch_norm, transformer, wide, deep_tiny):
-        report(make_model.__name__, measure(make_model))
-    report("transformer, jit_compile", measure(transformer, jit_compile=True))
+    header = [
+        "# Time per update in `fit`",
+        "",
+        f"`python benchmarks/fit.py`, {platform.machine()}, {os.cpu_count()} cores, TensorFlow "
+        f"{tf.__version__}, Keras {keras.__version__}, micro-batches of {MICROBATCH_SIZE}, "
+        f"k = {K}, {ROUNDS} rounds. GPUs were not measured.",
+        "",
+        "| model | candidate | relative to the limit | quartiles | to the full batch |",
+        "|---|---|---|---|---|",
+    ]
+    print("\n".join(header))
+    lines = []
+    for make_model, updates in (
+        (convolutional_with_batch_norm, 4),
+        (transformer, 4),
+        (wide, 4),
+        (deep_tiny, 64),
+    ):
+        name = make_model.__name__.replace("_", " ")
+        lines += rows(name, measure(make_model, updates))
+    lines += rows("transformer, jit_compile", measure(transformer, 4, jit_compile=True))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "fit.md").write_text("\n".join([*header, *lines]) + "\n")
+    print("wrote benchmarks/results/fit.md")

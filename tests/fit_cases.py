@@ -147,6 +147,12 @@ class OwnTrainStep(keras.Model):
         return {"my_loss": loss, "norm": tf.reduce_mean(tf.square(y_pred))}
 
 
+class TrainStepIsAFunction(OwnTrainStep):
+    """Decorated, as in custom loops; not needed in Keras, and seen all the same."""
+
+    train_step = tf.function(OwnTrainStep.train_step)
+
+
 class OwnComputeLoss(OwnTrainStep):
     train_step = keras.Model.train_step
 
@@ -293,6 +299,7 @@ CASES = {
         masked, TOKENS, TOKEN_Y, loss=lambda: scalar_loss
     ),
     "own train_step": Case(OwnTrainStep),
+    "train_step is a tf.function": Case(TrainStepIsAFunction),
     "own tracker": Case(OwnTracker),
     "no call": Case(NoCall, loss=None, optimizer=keras.optimizers.SGD),
     "optimizer of a layer": Case(OptimizerOfALayer, loss=None, optimizer=keras.optimizers.SGD),

@@ -91,6 +91,14 @@ def layers_of(model: Any) -> list[Any]:
     return list(model._flatten_layers(include_self=False))
 
 
+def train_step_of(model: Any) -> Callable[[Any], Any]:
+    """Return the model's `train_step`; if it is a `tf.function`, the Python function in it.
+
+    Gradients could not get out of a graph of its own.
+    """
+    return getattr(model.train_step, "python_function", model.train_step)
+
+
 def call(model: Any, x: Any) -> Any:
     """Call the model in inference mode."""
     return model(x, training=False) if model._call_has_training_arg else model(x)

@@ -75,7 +75,9 @@ class _Hooks:
         callbacks = getattr(callbacks, "callbacks", callbacks)
         is_one = not isinstance(callbacks, (list, tuple))
         warn_of_conflicts(self._setting, epoch, [callbacks] if is_one else callbacks)
-        if arguments.get("verbose", "auto") != 0:
+        strategy = compat.strategy_of(self._model)
+        is_first_worker = not self._is_multi_worker or not strategy.cluster_resolver.task_id
+        if arguments.get("verbose", "auto") != 0 and is_first_worker:
             print(announcement(self._model, self._setting, epoch))
 
     def make_train_function(self, force: bool = False) -> Any:

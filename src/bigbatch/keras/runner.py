@@ -108,7 +108,7 @@ class Runner:
         terms = recorder.watching(self._model)
         losses = compat.losses_of_one_replica(self._model, self._replicas)
         with self._norm.watching() as moments, terms, losses, gradients as collected:
-            logs = self._model.train_step(data)
+            logs = compat.train_step_of(self._model)(data)
         self._collected = collected
         self._term_metrics = [metric for metric, _ in recorder.values]
         self._mean_metrics = [metric for metric, _ in recorder.means]

@@ -53,7 +53,7 @@ def denominator(
     values = loss.call(
         keras.tree.map_structure(convert, y_true), keras.tree.map_structure(convert, y_pred)
     )
-    if values.shape.rank == 0:
+    if not tf.is_tensor(values) or values.shape.rank == 0:
         return SAMPLES  # reduced by the user's function, and left alone by Keras
     if loss.reduction == "sum":
         return ONE
