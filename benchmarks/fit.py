@@ -24,7 +24,7 @@ from models import convolutional_with_batch_norm, deep_tiny, transformer, wide
 
 import bigbatch
 
-MICROBATCH_SIZE, K, ROUNDS = 16, 8, 9
+MICROBATCH_SIZE, K, ROUNDS = 16, 8, 5
 BATCH = MICROBATCH_SIZE * K
 RESULTS = Path(__file__).parent / "results"
 

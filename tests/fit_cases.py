@@ -95,6 +95,13 @@ class AddsLoss(layers.Layer):
         return inputs
 
 
+def convolutional() -> Any:
+    x = inputs = keras.Input((5,))
+    x = layers.Conv1D(4, 3, activation="tanh")(layers.Reshape((5, 1))(x))
+    x = layers.Conv2D(4, 2)(layers.Reshape((3, 4, 1))(x))
+    return keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x)))
+
+
 def adds_loss() -> Any:
     return keras.Sequential(
         [keras.Input((5,)), layers.Dense(8, "tanh"), AddsLoss(), layers.Dense(3)]
@@ -276,6 +283,7 @@ CASES = {
     "dense": Case(dense, compile={"metrics": ["mae"], "weighted_metrics": ["mse"]}),
     "regularised": Case(regularised),
     "add_loss": Case(adds_loss),
+    "convolutional": Case(convolutional),
     "sum": Case(regularised, loss=mean_squared_error("sum")),
     "sample weights": Case(dense, fit={"sample_weight": WEIGHTS}),
     "mean with sample weights": Case(

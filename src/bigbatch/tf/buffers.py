@@ -32,6 +32,16 @@ def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any
     )
 
 
+def _add_to(variable: Any, value: Any) -> None:
+    if value.shape.rank is None or value.shape.rank > 2:
+        # TensorFlow's constant folding breaks the gradient of a convolution that goes straight
+        # into an assignment ("filter must be 4-dimensional"). A factor of one it cannot see
+        # stands between them.
+        one = tf.ones([], value.dtype)
+        value = value * tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
+    variable.assign_add(value)
+
+
 class DenseSum:
     """The sum of one variable's dense gradients, on each replica its own.
 
@@ -58,7 +68,7 @@ class DenseSum:
         self.is_used = True
         if tf.executing_eagerly() and not self._is_open:
             self.open()
-        self._sum.assign_add(tf.cast(gradient, self._dtype))
+        _add_to(self._sum, tf.cast(gradient, self._dtype))
 
     def value(self) -> Any:
         """Return this replica's sum."""
@@ -126,7 +136,7 @@ class GradientBuffer:
             self._append(value, tf.cast(gradient.indices, tf.int64), window_length)
         else:
             self.allocate()
-            self._sum.assign_add(value)
+            _add_to(self._sum, value)
 
     def allocate(self) -> None:
         """Take the memory for dense gradients, on every replica of this process."""
