@@ -87,6 +87,19 @@ def test_the_trainer_of_keras():
     assert keras_compat.call(model, data[0]).shape == (4, 2)
 
 
+def test_the_state_of_a_model():
+    layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, name="drop")]
+    frozen = keras.layers.Dense(2)
+    frozen.trainable = False
+    model = keras.Sequential([keras.Input((3,)), *layers, frozen])
+    model.compile("sgd", "mse")
+    assert callable(getattr(model, keras_compat.END_OF_EPOCH))
+    shapes = sorted(tuple(variable.shape) for variable in keras_compat.state_of(model))
+    # The loss (total, count), the random state, the moving mean and variance: no frozen weight.
+    assert shapes == [(), (), (2,), (3,), (3,)]
+    assert [layer.name for layer in keras_compat.random_layers_of(model)] == ["drop"]
+
+
 def test_the_terms_of_a_compiled_loss():
     x = keras.Input((3,))
     outputs = [keras.layers.Dense(2, name=name)(x) for name in ("one", "two")]
