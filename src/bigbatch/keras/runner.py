@@ -77,8 +77,9 @@ class Runner:
                     if key not in self._sums:
                         self._sums[key] = DenseSum(variable)
 
-    def open(self) -> None:
+    def open(self, graph: Any = None) -> None:
         """Begin a batch on this replica; what its micro-batches do has been traced."""
+        del graph
         for one in self._sums.values():
             if one.is_used:
                 one.open()

@@ -39,6 +39,10 @@ class Batch:
         """Return the type of every leaf of a micro-batch of `size` samples (`None`: any)."""
         return [_spec(leaf, size) for leaf in self.leaves]
 
+    def specs_of_arguments(self) -> tuple[Any, ...]:
+        """Return the types of a micro-batch as the user's function gets it."""
+        return self.arguments(self.specs(None))
+
     def _checked_count(self) -> Any:
         leaves = [leaf for leaf in self.leaves if leaf is not None]
         known = {count for count in map(_static_count, leaves) if count is not None}

@@ -105,3 +105,23 @@ def _bad_weight(received: str) -> ArgumentError:
             fix="pass what the mean loss divides by, for example weight=tf.shape(x)[0]",
         )
     )
+
+
+def checked_loss(value: Any) -> tuple[Any, Any]:
+    """Return what `loss_fn` gave as `(mean, None)` or `(sum, weight)`, checked."""
+    pair = value if isinstance(value, (tuple, list)) else (value,)
+    tensors = [tf.convert_to_tensor(part) for part in pair] if len(pair) in (1, 2) else []
+    if (
+        not tensors
+        or not tensors[0].dtype.is_floating
+        or any(tensor.shape.rank not in (0, None) for tensor in tensors)
+    ):
+        raise ArgumentError(
+            explain(
+                received=f"loss_fn returned {value!r}",
+                expected="a scalar mean loss, or a pair of scalars (sum, weight)",
+                fix="reduce the loss over the micro-batch, for example with tf.reduce_mean",
+            )
+        )
+    loss = tf.ensure_shape(tensors[0], [])
+    return loss, checked_weight(tensors[1]) if len(tensors) == 2 else None

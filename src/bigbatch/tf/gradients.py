@@ -10,14 +10,21 @@ from bigbatch.core.arguments import positive_integer
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch, sample_count
-from bigbatch.tf.checks import checked_weight
+from bigbatch.tf.checks import checked_loss
 from bigbatch.tf.compat import like_the_caller
+from bigbatch.tf.coupled import coupled_value_and_gradients
 from bigbatch.tf.microbatches import total
 from bigbatch.tf.values import WEIGHT_DTYPE, as_gradient_of, shaped, widen
 
 
 def value_and_gradients(
-    loss_fn: Callable[..., Any], variables: Any, batch: Any, *, microbatch_size: int
+    loss_fn: Callable[..., Any],
+    variables: Any,
+    batch: Any,
+    *,
+    microbatch_size: int,
+    coupled: bool = False,
+    forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
     r"""Return the loss of a whole batch and its gradients, one micro-batch at a time.
 
@@ -32,6 +39,13 @@ def value_and_gradients(
     function given to `strategy.run` itself, not in a `tf.function` inside that: it
     communicates, and TensorFlow cannot do so from there.
 
+    A loss in which the samples of a batch meet (contrastive, in-batch negatives) is not a sum
+    over micro-batches. With `coupled=True` it is exact all the same: `forward(*micro_batch)`
+    gives the outputs of each micro-batch, `loss_fn(outputs, *batch)` is called once with the
+    outputs of the whole batch, and a second pass over the micro-batches takes the gradients
+    back. It costs one more forward pass, and is exact if rows do not meet in `forward`. Inside
+    `strategy.run` the loss sees the outputs of all replicas.
+
     Args:
         loss_fn: called as `loss_fn(*micro_batch)`. Returns a scalar, the mean loss of the
             micro-batch's samples, or a pair `(sum, weight)`: the summed loss and what it
@@ -41,6 +55,11 @@ def value_and_gradients(
         batch: tensors with one common first dimension, in any nest. A tuple or list is
             passed as arguments, anything else as one argument.
         microbatch_size: samples per micro-batch; the last one may be smaller.
+        coupled: whether samples of the batch meet in the loss; needs `forward`, and `loss_fn`
+            then takes its outputs as first argument.
+        forward: the part of the computation before the loss, if `coupled`. Returns tensors
+            with one row per sample, in any nest. What it draws by a Keras `SeedGenerator` or a
+            `tf.random.Generator` is the same in both passes; state it changes changes once.
 
     Returns:
         `(loss, gradients)`: the gradients in the structure and of the types that
@@ -56,7 +75,35 @@ def value_and_gradients(
         ... )
         >>> print(loss.numpy(), gradients[0].numpy())
         4.0 2.0
+
+        A contrastive loss, exact although no two micro-batches are in memory together:
+
+        >>> def forward(x):
+        ...     return x * w
+        >>> def loss(outputs, x):
+        ...     return tf.reduce_mean(tf.abs(outputs[:, None] - outputs[None, :]))
+        >>> loss, gradients = bigbatch.value_and_gradients(
+        ...     loss, [w], (x,), microbatch_size=2, coupled=True, forward=forward
+        ... )
+        >>> print(f"{loss.numpy():.4f} {gradients[0].numpy():.4f}")
+        1.7778 0.8889
     """
+    if coupled or forward is not None:
+        if not coupled or forward is None:
+            raise ArgumentError(
+                explain(
+                    received=f"coupled={coupled!r} and forward={forward!r}",
+                    expected="coupled=True together with forward, or neither",
+                    fix="pass forward=..., coupled=True and a loss_fn(outputs, *batch)",
+                )
+            )
+        return coupled_value_and_gradients(
+            like_the_caller(forward),
+            like_the_caller(loss_fn),
+            variables,
+            batch,
+            positive_integer(microbatch_size, "microbatch_size"),
+        )
     return _value_and_gradients(like_the_caller(loss_fn), variables, batch, microbatch_size)
 
 
@@ -73,7 +120,7 @@ def _value_and_gradients(
     def compute(*micro_batch: Any) -> tuple[Any, Any, Any]:
         nonlocal is_mean
         with tf.GradientTape() as tape:
-            loss, weight = _loss_and_weight(loss_fn(*micro_batch))
+            loss, weight = checked_loss(loss_fn(*micro_batch))
         is_mean = weight is None
         weight = tf.cast(sample_count(micro_batch) if is_mean else weight, WEIGHT_DTYPE)
         # Seeded with 1/N, the backward pass meets numbers of the size they have in the full
@@ -99,23 +146,3 @@ def _value_and_gradients(
         gradients,
         variables,
     )
-
-
-def _loss_and_weight(value: Any) -> tuple[Any, Any]:
-    """Return what `loss_fn` gave as `(mean, None)` or `(sum, weight)`, checked."""
-    pair = value if isinstance(value, (tuple, list)) else (value,)
-    tensors = [tf.convert_to_tensor(part) for part in pair] if len(pair) in (1, 2) else []
-    if (
-        not tensors
-        or not tensors[0].dtype.is_floating
-        or any(tensor.shape.rank not in (0, None) for tensor in tensors)
-    ):
-        raise ArgumentError(
-            explain(
-                received=f"loss_fn returned {value!r}",
-                expected="a scalar mean loss, or a pair of scalars (sum, weight)",
-                fix="reduce the loss over the micro-batch, for example with tf.reduce_mean",
-            )
-        )
-    loss = tf.ensure_shape(tensors[0], [])
-    return loss, checked_weight(tensors[1]) if len(tensors) == 2 else None

@@ -21,7 +21,7 @@ def total(
     microbatch_size: int,
     *,
     jit_compile: bool | None = None,
-    begin: Callable[[], None] = lambda: None,
+    begin: Callable[[Any], None] = lambda _: None,
 ) -> Any:
     """Return the sum of `compute(*micro_batch)` over the micro-batches of `batch`.
 
@@ -35,7 +35,7 @@ def total(
         microbatch_size: samples per micro-batch; the last one may be smaller.
         jit_compile: whether XLA compiles `compute`, in a graph. The loop stays outside:
             XLA runs loops on a CPU several times slower than TensorFlow does.
-        begin: called when `compute` has been traced, before it runs.
+        begin: called with the graph of `compute` (eagerly: `None`) before it runs.
 
     Returns:
         The nest that `compute` returns. Half-precision leaves come back as float32, and
@@ -44,7 +44,7 @@ def total(
     if not isinstance(batch.count, int):
         return _dynamic_total(compute, batch, microbatch_size, jit_compile, begin)
     if batch.count and tf.executing_eagerly():
-        begin()
+        begin(None)
         return _eager_total(compute, batch, microbatch_size)
     return _static_total(compute, batch, microbatch_size, jit_compile, begin)
 
@@ -100,12 +100,12 @@ def _static_total(
     batch: Batch,
     microbatch_size: int,
     jit_compile: bool | None,
-    begin: Callable[[], None],
+    begin: Callable[[Any], None],
 ) -> Any:
     """Add up with static shapes: the batch size is known. The rest costs a second trace."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)
     micro = _Traced(compute, batch, microbatch_size if whole else rest, jit_compile)
-    begin()
+    begin(micro.graph)
     if whole > 1:
         totals = micro.loop(whole, microbatch_size)
     elif batch.count:
@@ -124,12 +124,12 @@ def _dynamic_total(
     batch: Batch,
     microbatch_size: int,
     jit_compile: bool | None,
-    begin: Callable[[], None],
+    begin: Callable[[Any], None],
 ) -> Any:
     """Add up a batch whose size is known only when the graph runs: one trace for all."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)
     micro = _Traced(compute, batch, None, jit_compile)
-    begin()
+    begin(micro.graph)
     # XLA also compiles the loop that a batch smaller than a micro-batch never enters.
     totals = micro.loop(whole, tf.minimum(microbatch_size, batch.count))
     # The rest stands apart from the loop: XLA compiles no slice whose size changes in one.
@@ -166,6 +166,7 @@ class _Traced:
         # that adds them up is built. TensorFlow inlines it.
         function = tf.function(flat, autograph=False, jit_compile=jit_compile)
         self._function = function.get_concrete_function(batch.specs(size))
+        self.graph = self._function.graph
         self._specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._function.outputs]
         self._is_rows = []
         for kind in tf.nest.flatten(self._kinds):

@@ -21,6 +21,15 @@ def sum_from_inside(value: Any) -> Any:
     return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
+def gather_from_inside(tensor: Any) -> Any:
+    """Return the rows of all replicas, in their order; called on each of them."""
+    context = tf.distribute.get_replica_context()
+    # The types that collective operations know.
+    wide = tf.int64 if tensor.dtype.is_integer else widened(tensor.dtype)
+    wide = tf.int32 if tensor.dtype.is_bool else wide
+    return tf.cast(context.all_gather(tf.cast(tensor, wide), axis=0), tensor.dtype)
+
+
 def sum_from_outside(
     strategy: Any,
     variables: list[Any],

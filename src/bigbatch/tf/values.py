@@ -84,6 +84,15 @@ def joined(slices: list[Any]) -> Any:
     )
 
 
+def added(one: Any, other: Any) -> Any:
+    """Return the sum of two gradients of one variable, each of any kind."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        return joined([one, other])
+    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+
+
 def shaped(gradient: Any, variable: Any) -> Any:
     """Give a gradient the static shape of its variable: some gradient functions lose it."""
     if isinstance(gradient, tf.IndexedSlices):
