@@ -306,6 +306,8 @@ CASES = {
     "masked, reduced by the loss function": Case(
         masked, TOKENS, TOKEN_Y, loss=lambda: scalar_loss
     ),
+    "reduced by the loss function": Case(dense, loss=lambda: scalar_loss),
+    "no reduction": Case(dense, loss=mean_squared_error("none")),
     "own train_step": Case(OwnTrainStep),
     "train_step is a tf.function": Case(TrainStepIsAFunction),
     "own tracker": Case(OwnTracker),

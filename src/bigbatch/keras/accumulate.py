@@ -18,6 +18,7 @@ def accumulate(
     microbatch_size: int | None = None,
     accumulation_steps: AccumulationSteps = None,
     batch_norm: str = "pooled",
+    coupled: bool = False,
 ) -> Any:
     """Let `model.fit` accumulate gradients, with the update of the full batch.
 
@@ -50,6 +51,11 @@ def accumulate(
             the whole batch), "microbatch" (as Keras has it) or "frozen" (inference mode). On
             several replicas a micro-batch's statistics are those of one replica, also with
             `synchronized=True`.
+        coupled: whether samples of a batch meet in the loss, as in contrastive losses. Then
+            two passes are made over a batch: outputs first, the loss of the whole batch, and
+            gradients in the second pass. Exact for every loss of the outputs, for one more
+            forward pass; not for models with an own `train_step`, and not if samples also
+            meet in a layer.
 
     Returns:
         The same model.
@@ -66,7 +72,7 @@ def accumulate(
         3
     """
     _check_model(model)
-    setting = Setting(microbatch_size, accumulation_steps, batch_norm)
+    setting = Setting(microbatch_size, accumulation_steps, batch_norm, coupled)
     detach(model)
     attach(model, setting)
     return model

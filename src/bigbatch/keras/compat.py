@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Callable, Iterator
 
+import keras
 import tensorflow as tf
 
 from bigbatch.keras.patching import replaced
@@ -99,9 +100,28 @@ def train_step_of(model: Any) -> Callable[[Any], Any]:
     return getattr(model.train_step, "python_function", model.train_step)
 
 
-def call(model: Any, x: Any) -> Any:
-    """Call the model in inference mode."""
-    return model(x, training=False) if model._call_has_training_arg else model(x)
+def has_own_train_step(model: Any) -> bool:
+    """Say whether the model does not leave `train_step` to Keras."""
+    return type(model).train_step is not keras.Model.train_step or "train_step" in vars(model)
+
+
+def uses_inputs_after_call(model: Any) -> bool:
+    """Say whether the model may look at its inputs when it computes the loss or metrics."""
+    return any(
+        getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
+        for name in ("compute_loss", "compute_metrics")
+    )
+
+
+def call(model: Any, x: Any, *, training: bool) -> Any:
+    """Call the model as `train_step` does, in training or inference mode."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def losses_of_layers(model: Any) -> list[Any]:
+    """Return what layers have added to the loss in the last call, without regularisers."""
+    own = model._get_own_losses()
+    return [*own, *(loss for layer in layers_of(model) for loss in layer._get_own_losses())]
 
 
 def compile_loss_of(model: Any) -> Any:
@@ -141,8 +161,8 @@ class _Recorder:
 
 
 @contextlib.contextmanager
-def losses_of_one_replica(model: Any, replicas: int) -> Iterator[None]:
-    """Return a block in which a replica's loss is its own mean.
+def losses_of_one_replica(model: Any, replicas: int, samples: Any = None) -> Iterator[None]:
+    """Return a block in which a replica's loss is its own mean, of `samples` if given.
 
     On several replicas Keras divides losses by their number, and multiplies again what it
     logs. The losses given to `compile` are left to `with_terms`.
@@ -154,12 +174,18 @@ def losses_of_one_replica(model: Any, replicas: int) -> Iterator[None]:
     update_state = tracker.update_state
 
     def update(value: Any, sample_weight: Any = None) -> Any:
+        sample_weight = sample_weight if samples is None else samples
         return update_state(value / replicas, sample_weight=sample_weight)
 
     with replaced(
         model, _aggregate_additional_loss=lambda loss: aggregate(loss) * replicas
     ), replaced(tracker, update_state=update):
         yield
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Attach a mask to a tensor, for Keras to see."""
+    tensor._keras_mask = mask
 
 
 def mask_of(tensor: Any) -> Any:

@@ -14,6 +14,7 @@ from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.collector import Collected, collecting, optimizers_of
 from bigbatch.keras.terms import (
     ONE,
+    OWN,
     SAMPLES,
     DenominatorsNeededError,
     Lengths,
@@ -105,7 +106,7 @@ class Runner:
         correction = functools.partial(self._correction, whole, samples)
         recorder = TermRecorder(correction, self._lengths)
         keep = functools.partial(self._keep, weight)
-        gradients = collecting(self._model, lambda loss: _times(loss, weight), keep)
+        gradients = collecting(self._model, lambda loss: times(loss, weight), keep)
         terms = recorder.watching(self._model)
         losses = compat.losses_of_one_replica(self._model, self._replicas)
         with self._norm.watching() as moments, terms, losses, gradients as collected:
@@ -115,15 +116,17 @@ class Runner:
         self._mean_metrics = [metric for metric, _ in recorder.means]
         return {
             "gradients": [one.gradients for one in collected],
-            "logs": {name: _times(value, samples) for name, value in logs.items()},
-            "terms": [_times(value, samples / self._replicas) for _, value in recorder.values],
-            "means": [_times(value, samples) for _, value in recorder.means],
+            "logs": {name: times(value, samples) for name, value in logs.items()},
+            "terms": [times(value, samples / self._replicas) for _, value in recorder.values],
+            "means": [times(value, samples) for _, value in recorder.means],
             "moments": moments,
             "samples": samples,
         }
 
     def _correction(self, whole: Whole, samples: Any, position: int, denominator: Any) -> Any:
         """Return what a term is multiplied by, given its denominator in a micro-batch."""
+        if denominator is OWN:
+            return None
         if denominator is SAMPLES:
             return None if self._replicas == 1 else self._replicas
         if whole.samples is None or (denominator is not ONE and whole.denominators is None):
@@ -144,7 +147,9 @@ class Runner:
         recorder = TermRecorder(lambda *_: None, self._lengths)
         # The compiled loss alone: an own compute_loss may change state, and must not twice.
         with recorder.watching(self._model):
-            compat.compile_loss_of(self._model)(y, compat.call(self._model, x), sample_weight)
+            compat.compile_loss_of(self._model)(
+                y, compat.call(self._model, x, training=False), sample_weight
+            )
         samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
         return [samples, *(samples if isinstance(d, str) else d for d in recorder.denominators)]
 
@@ -227,7 +232,7 @@ class Runner:
         """Return this replica's logs, times `count`: metrics as they are, else the sums."""
         results = self._model.get_metrics_result()
         return {
-            name: _times(results[name], count) if name in results else value
+            name: times(results[name], count) if name in results else value
             for name, value in sums.items()
         }
 
@@ -256,7 +261,8 @@ def divided(value: Any, by: Any) -> Any:
     return tf.math.divide_no_nan(value, tf.cast(by, value.dtype))
 
 
-def _times(value: Any, weight: Any) -> Any:
+def times(value: Any, weight: Any) -> Any:
+    """Return `value * weight` in the type of `value`, or as a weight if that is no float."""
     value = tf.convert_to_tensor(value)
     if not value.dtype.is_floating:
         value = tf.cast(value, WEIGHT_DTYPE)

@@ -9,6 +9,7 @@ from bigbatch.core.arguments import positive_integer
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.keras.batch_norm import MODES
+from bigbatch.keras.coupled import CoupledEngine
 from bigbatch.keras.split import SplitEngine
 from bigbatch.keras.window import WindowEngine
 
@@ -20,6 +21,7 @@ class Setting:
     microbatch_size: int | None
     accumulation_steps: AccumulationSteps
     batch_norm: str
+    coupled: bool = False
 
     def __post_init__(self) -> None:
         if (self.microbatch_size is None) == (self.accumulation_steps is None):
@@ -40,6 +42,14 @@ class Setting:
                     fix="leave it out, or choose one of these",
                 )
             )
+        if not isinstance(self.coupled, bool):
+            raise ArgumentError(
+                explain(
+                    received=f"coupled={self.coupled!r}",
+                    expected="True or False",
+                    fix="pass coupled=True if samples of a batch meet in the loss",
+                )
+            )
         if self.microbatch_size is not None:
             positive_integer(self.microbatch_size, "microbatch_size")
         else:
@@ -48,7 +58,8 @@ class Setting:
     def make_engine(self, model: Any) -> Any:
         """Return what trains a compiled model."""
         if self.microbatch_size is not None:
-            return SplitEngine(model, self.microbatch_size, self.batch_norm)
+            split = CoupledEngine if self.coupled else SplitEngine
+            return split(model, self.microbatch_size, self.batch_norm)
         if self.accumulation_steps == 1:
             # One batch per update is that batch in one micro-batch.
             return SplitEngine(model, UNBOUNDED, self.batch_norm)

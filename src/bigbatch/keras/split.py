@@ -104,7 +104,10 @@ class SplitEngine:
         return self._total(compute, batch, begin=self._runner.open)
 
     def _total(self, compute: Any, batch: Batch, **options: Any) -> Any:
-        size = self._microbatch_size
-        if size == UNBOUNDED:
-            size = batch.count if isinstance(batch.count, int) else tf.maximum(batch.count, 1)
-        return total(compute, batch, size, jit_compile=self._model.jit_compile, **options)
+        jit_compile = self._model.jit_compile
+        return total(compute, batch, self._size_for(batch), jit_compile=jit_compile, **options)
+
+    def _size_for(self, batch: Batch) -> Any:
+        if self._microbatch_size != UNBOUNDED:
+            return self._microbatch_size
+        return batch.count if isinstance(batch.count, int) else tf.maximum(batch.count, 1)

@@ -22,6 +22,9 @@ from bigbatch.tf.values import WEIGHT_DTYPE
 SAMPLES = "samples"
 """The denominator of a term that is a mean over samples: no correction is needed."""
 
+OWN = "own"
+"""As `SAMPLES`, of a mean that the user's function has made: Keras leaves it as it is."""
+
 ONE = "one"
 """The denominator of a term that is a sum: one for the whole batch, so that parts add up."""
 
@@ -41,24 +44,23 @@ class DenominatorsNeededError(Exception):
 def denominator(
     loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, lengths: Lengths
 ) -> Any:
-    """Return what `loss` divides the sum over these samples by, or `SAMPLES`, or `ONE`.
+    """Return what `loss` divides the sum over these samples by, or `SAMPLES`, `OWN`, `ONE`.
 
     This is the arithmetic of `keras.losses.Loss`, of which only the quotient is public.
     """
-    if not isinstance(loss, keras.losses.Loss) or loss.reduction in (None, "none"):
-        return SAMPLES
     if type(loss).__call__ is not keras.losses.Loss.__call__:
-        return SAMPLES  # its own reduction: taken to be a mean over samples
+        return OWN
     convert = lambda value: keras.ops.convert_to_tensor(value, dtype=loss.dtype)  # noqa: E731
     values = loss.call(
         keras.tree.map_structure(convert, y_true), keras.tree.map_structure(convert, y_pred)
     )
-    if not tf.is_tensor(values) or values.shape.rank == 0:
-        return SAMPLES  # reduced by the user's function, and left alone by Keras
-    if loss.reduction == "sum":
-        return ONE
     masks = [compat.mask_of(y_pred), compat.mask_of(values)]
     masks = [mask for mask in masks if mask is not None]
+    if not tf.is_tensor(values) or values.shape.rank == 0:
+        # Weights, if there are any, make it one number per sample again.
+        return SAMPLES if masks or sample_weight is not None else OWN
+    if loss.reduction in ("sum", "none", None):  # the gradient of many numbers is of their sum
+        return ONE
     if loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None):
         weights = [*masks] if sample_weight is None else [*masks, sample_weight]
         return tf.reduce_sum(_product(weights))
@@ -82,6 +84,31 @@ def _product(tensors: list[Any]) -> Any:
         tensor = tf.squeeze(tensor, -1) if tensor.shape.rank > rank else tensor
         product = product * tf.cast(tensor, WEIGHT_DTYPE)
     return product
+
+
+@contextlib.contextmanager
+def watching_loss(
+    compile_loss: Any, replace_loss: Callable[[Any], Any], record: Callable[[Any, Any], None]
+) -> Iterator[None]:
+    """Return a block in which the terms of a compiled loss (or `None`) are replaced.
+
+    See `compat.with_terms`.
+    """
+    if compile_loss is None:
+        yield
+        return
+    original = compile_loss.call
+
+    def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return compat.with_terms(
+            compile_loss,
+            replace_loss,
+            record,
+            lambda: original(y_true, y_pred, sample_weight),
+        )
+
+    with replaced(compile_loss, call=call):
+        yield
 
 
 class TermRecorder:
@@ -110,25 +137,8 @@ class TermRecorder:
                 if type(metric) is keras.metrics.Mean:
                     update_state = functools.partial(self._update, metric, metric.update_state)
                     stack.enter_context(replaced(metric, update_state=update_state))
-            stack.enter_context(self._watching_loss(compat.compile_loss_of(model)))
-            yield
-
-    @contextlib.contextmanager
-    def _watching_loss(self, compile_loss: Any) -> Iterator[None]:
-        if compile_loss is None:
-            yield
-            return
-        original = compile_loss.call
-
-        def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            return compat.with_terms(
-                compile_loss,
-                self._corrected,
-                self._record,
-                lambda: original(y_true, y_pred, sample_weight),
-            )
-
-        with replaced(compile_loss, call=call):
+            compile_loss = compat.compile_loss_of(model)
+            stack.enter_context(watching_loss(compile_loss, self._corrected, self._record))
             yield
 
     def _corrected(self, loss: Any) -> Callable[..., Any]:
@@ -139,7 +149,12 @@ class TermRecorder:
             )
             value = loss(y_true, y_pred, sample_weight)
             factor = self._correction(position, self.denominators[-1])
-            return value if factor is None else value * tf.cast(factor, value.dtype)
+            if factor is None:
+                return value
+            corrected = value * tf.cast(factor, value.dtype)
+            if value.shape.rank:  # not reduced: what is logged is the mean of these numbers
+                corrected += tf.stop_gradient(value - corrected)
+            return corrected
 
         return call
 
@@ -154,4 +169,4 @@ class TermRecorder:
             update_state(values, sample_weight=sample_weight)
 
     def _record(self, metric: Any, value: Any) -> None:
-        self.values.append((metric, value))
+        self.values.append((metric, tf.reduce_mean(value)))

@@ -137,11 +137,14 @@ class Share:
         self._count = count
         self._several = replicas.inside_one_of_many()
         self.replicas = 1
+        self.total = count
+        """The samples of all replicas."""
         if self._several:
             context = tf.distribute.get_replica_context()
             counts = replicas.gather_from_inside(tf.reshape(count, [1]))
             place = context.replica_id_in_sync_group
             self.replicas = context.num_replicas_in_sync
+            self.total = tf.reduce_sum(counts)
             self._start = tf.reduce_sum(counts[:place])
             self.is_first = tf.equal(place, 0)
 

@@ -71,6 +71,8 @@ ON_REPLICAS = [  # each for another way to share a loss, or its logs, among repl
     "mean with sample weights",
     "masked",
     "two outputs",
+    "reduced by the loss function",
+    "no reduction",
     "own train_step",
     "own tracker",
     "own state in the loss",

@@ -1,0 +1,230 @@
+"""Losses in which samples meet: two passes over a batch, the loss of the whole between them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+import keras
+import tensorflow as tf
+
+from bigbatch.errors import ArgumentError, explain
+from bigbatch.keras import compat
+from bigbatch.keras.batch_norm import batch_norms_of
+from bigbatch.keras.collector import Collected, collecting
+from bigbatch.keras.patching import replaced
+from bigbatch.keras.runner import Runner, times
+from bigbatch.keras.split import SplitEngine
+from bigbatch.keras.terms import ONE, OWN, Lengths, denominator, watching_loss
+from bigbatch.tf import replicas
+from bigbatch.tf.batch import Batch, sample_count
+from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.twice import Share, TwoPasses, joined_rows, pulled_back, rows
+from bigbatch.tf.values import WEIGHT_DTYPE, added, after, as_gradient_of
+
+
+class CoupledRunner(Runner):
+    """Trains a model with the loss of whole batches, of which only the outputs are whole.
+
+    The first pass calls the model on each micro-batch and keeps its outputs. Then the model's
+    `train_step` runs once on the whole batch, with those outputs in place of a call: loss and
+    metrics are computed as they are for the full batch. The second pass calls the model again
+    and takes the gradients of the outputs back to the weights.
+    """
+
+    def __init__(self, model: Any, batch_norm: str) -> None:
+        super().__init__(model, batch_norm, Lengths.SAME)
+        self._outputs: Any = None
+        self._dtypes: list[Any] = []
+
+    def local(self, batch: Batch, microbatch_size: Any) -> list[Any]:
+        """Run this replica's share of a batch; return what adds up over replicas."""
+        passes = TwoPasses(batch, microbatch_size, self._model.jit_compile)
+        share = Share(batch.count)
+        parts = passes.first(self._forward)
+        outputs = [
+            joined_rows(*pair, batch.count) for pair in zip(parts["outputs"], self._dtypes)
+        ]
+        masks = [mask and joined_rows(mask, tf.bool, batch.count) for mask in parts["masks"]]
+        losses = parts["losses"]
+        if losses and share.replicas > 1:
+            losses = replicas.sum_from_inside(losses)
+        losses = [times(value, 1 / tf.cast(share.total, WEIGHT_DTYPE)) for value in losses]
+        outputs, masks = share.whole((outputs, masks))
+        (data,) = batch.arguments(batch.leaves)
+        logs, in_loss, seeds = self._loss(data, share, outputs, masks, losses)
+        of_outputs = [share.own(seed) for seed in seeds[: len(outputs)]]
+        of_losses = seeds[len(outputs) :]
+
+        def compute(of_outputs: list[Any], data: Any) -> list[Any]:
+            part = tf.cast(sample_count(data) / share.total, WEIGHT_DTYPE)
+            seeds = [seed if seed is None else times(seed, part) for seed in of_losses]
+            collected = Collected(in_loss.optimizer)
+            collected.variables, collected.is_weighted = in_loss.variables, True
+            with tf.GradientTape() as tape:
+                outputs, _, losses = self._call(data)
+            collected.gradients = pulled_back(
+                tape, [*outputs, *losses], [*of_outputs, *seeds], collected.variables
+            )
+            self._keep(None, collected)
+            self._collected = [collected]
+            return collected.gradients
+
+        sparse = passes.second(compute, of_outputs, begin=self.open)
+        gradients = []
+        for variable, total, gradient, own in zip(
+            in_loss.variables, self._collected[0].sums, sparse, in_loss.gradients
+        ):
+            gradient = as_gradient_of(variable, total.value() if total else gradient)
+            # The same on every replica: each has a part of it.
+            own = as_gradient_of(variable, own, 1 / share.replicas)
+            gradients.append(added(gradient, own))
+        sums = {"gradients": gradients, "logs": logs}
+        self._structure = tf.nest.map_structure(lambda _: 0, sums)
+        return tf.nest.flatten(sums)
+
+    def update(self, flat: list[Any]) -> dict[str, Any]:
+        """Update the model from what `local` returned, summed over replicas; return logs."""
+        sums = tf.nest.pack_sequence_as(self._structure, flat)
+        (collected,) = self._collected
+        with outside_strategy_scope(), after(flat):
+            collected.optimizer.apply(sums["gradients"], collected.variables)
+        self._close_sums()
+        return sums["logs"]
+
+    def _call(self, data: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Call the model; return its outputs, their masks, and what layers add to the loss."""
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with self._norm.watching():
+            self._outputs = compat.call(self._model, x, training=True)
+        outputs = keras.tree.flatten(self._outputs)
+        self._dtypes = [output.dtype for output in outputs]
+        masks = [compat.mask_of(output) for output in outputs]
+        return outputs, masks, compat.losses_of_layers(self._model)
+
+    def _forward(self, data: Any) -> dict[str, list[Any]]:
+        outputs, masks, losses = self._call(data)
+        samples = sample_count(data)
+        return {
+            "outputs": [rows(output) for output in outputs],
+            "masks": [None if mask is None else rows(mask) for mask in masks],
+            "losses": [times(loss, samples) for loss in losses],
+        }
+
+    def _loss(
+        self, data: Any, share: Share, outputs: list[Any], masks: list[Any], losses: list[Any]
+    ) -> tuple[dict[str, Any], Collected, list[Any]]:
+        """Run `train_step` with outputs that are there already.
+
+        Returns:
+            Logs, the gradients of variables that stand in the loss itself, and the gradients
+            of `outputs` and `losses`.
+        """
+        model = self._model
+        tape = tf.GradientTape()
+        watched = [*outputs, *losses]
+        of: list[Any] = []
+
+        def call(*_: Any, **__: Any) -> Any:
+            tape.__enter__()
+            tape.watch([one for one in watched if one.dtype.is_floating])
+            for loss in losses:
+                model.add_loss(loss)
+            for output, mask in zip(outputs, masks):
+                if mask is not None:
+                    compat.set_mask(output, mask)
+            return keras.tree.pack_sequence_as(self._outputs, outputs)
+
+        def scale(loss: Any) -> Any:
+            tape.__exit__(None, None, None)
+            of.append(loss)
+            return loss
+
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y, sample_weight = share.whole((y, sample_weight))
+        if compat.uses_inputs_after_call(model):
+            x = share.whole(x)
+        whole = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+        instead = replaced(model, call=call, activity_regularizer=None)
+        with instead, self._one_replica(share), collecting(
+            model, scale, lambda _: None
+        ) as all_:
+            logs = compat.train_step_of(model)(whole)
+        (collected,) = all_
+        (loss,) = of
+        one = collected.optimizer.scale_loss(tf.ones([], loss.dtype))
+        if share.replicas > 1:
+            logs = {name: tf.where(share.is_first, value, 0) for name, value in logs.items()}
+        return logs, collected, tape.gradient(loss, watched, output_gradients=one)
+
+    @contextlib.contextmanager
+    def _one_replica(self, share: Share) -> Iterator[None]:
+        """Return a block in which Keras computes as if this replica, with all, were alone.
+
+        Every replica has the outputs of all, and computes the same. Metrics, which are added
+        up over replicas, change on the first one only.
+        """
+        if share.replicas == 1:
+            yield
+            return
+        variables = self._model.metrics_variables
+        before = [tf.convert_to_tensor(variable) for variable in variables]
+
+        def undivided(loss: Any) -> Any:
+            def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+                by = denominator(loss, y_true, y_pred, sample_weight, Lengths.SAME)
+                value = loss(y_true, y_pred, sample_weight)
+                is_divided = not (isinstance(by, str) and by in (OWN, ONE))
+                return value * share.replicas if is_divided else value
+
+            return call
+
+        def record(metric: Any, value: Any) -> None:
+            metric.update_state(value / share.replicas)
+
+        losses = compat.losses_of_one_replica(self._model, share.replicas, share.total)
+        with losses, watching_loss(compat.compile_loss_of(self._model), undivided, record):
+            yield
+        for variable, value in zip(variables, before):
+            variable.assign(tf.where(share.is_first, tf.convert_to_tensor(variable), value))
+
+
+class CoupledEngine(SplitEngine):
+    """Trains `model` with batches cut into micro-batches, and a loss in which samples meet."""
+
+    def __init__(self, model: Any, microbatch_size: int, batch_norm: str) -> None:
+        _check(model, batch_norm)
+        super().__init__(model, microbatch_size, batch_norm)
+        self._runner: Any = CoupledRunner(model, batch_norm)
+
+    def _local(self, data: Any) -> list[Any]:
+        several = self._runner.strategy.num_replicas_in_sync > 1
+        batch = Batch((data,), may_be_empty=several)
+        return self._runner.local(batch, self._size_for(batch))
+
+
+def _check(model: Any, batch_norm: str) -> None:
+    if compat.has_own_train_step(model):
+        raise ArgumentError(
+            explain(
+                received=f"coupled=True and the train_step of {type(model).__name__}, in which "
+                "the forward pass and the loss cannot be told apart",
+                expected="a model that leaves train_step to Keras",
+                fix="write the forward pass in call() and the loss in compute_loss() or in "
+                "compile(loss=...), and remove train_step",
+            )
+        )
+    norms = [] if batch_norm == "frozen" else batch_norms_of(model)
+    if norms:
+        raise ArgumentError(rows_meet(norms[0]))
+
+
+def rows_meet(layer: Any) -> str:
+    """Say that samples meet in a layer, not only in the loss."""
+    return explain(
+        received=f"coupled=True and the layer {layer.name!r} ({type(layer).__name__}), in "
+        "which the samples of a batch meet in the forward pass",
+        expected="samples that meet in the loss only",
+        fix='pass batch_norm="frozen" for BatchNormalization, or use LayerNormalization or '
+        "GroupNormalization; move what mixes samples from call() to the loss",
+    )
