@@ -84,7 +84,7 @@ def test_the_trainer_of_keras():
     assert callable(model._maybe_symbolic_build)
     assert callable(model._aggregate_additional_loss)
     assert isinstance(model._loss_tracker, keras.metrics.Mean)
-    assert keras_compat.call(model, data[0]).shape == (4, 2)
+    assert keras_compat.call(model, data[0], training=False).shape == (4, 2)
 
 
 def test_the_state_of_a_model():

@@ -129,6 +129,19 @@ def compile_loss_of(model: Any) -> Any:
     return model._compile_loss
 
 
+def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """Compute the loss as `train_step` does."""
+    return model._compute_loss(x, y, y_pred, sample_weight, training=True)
+
+
+def name_of_loss(model: Any) -> str:
+    """Return what the loss of a model is called in messages."""
+    if type(model).compute_loss is not keras.Model.compute_loss:
+        return f"{type(model).__name__}.compute_loss"
+    terms = compile_loss_of(model)._flat_losses
+    return ", ".join(dict.fromkeys(repr(getattr(term.loss, "name", "?")) for term in terms))
+
+
 def with_terms(
     compile_loss: Any,
     replace_loss: Callable[[Any], Any],

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Iterator
 
 import keras
 import tensorflow as tf
 
+from bigbatch.core.window import UNBOUNDED, AccumulationSteps
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.keras import compat
 from bigbatch.keras.batch_norm import batch_norms_of
 from bigbatch.keras.collector import Collected, collecting
+from bigbatch.keras.coupling import FirstLook, refuse_mixing_layers, rows_meet
+from bigbatch.keras.data import as_tensor, is_iterator, with_any_count, without_optionals
 from bigbatch.keras.patching import replaced
 from bigbatch.keras.runner import Runner, times
 from bigbatch.keras.split import SplitEngine
 from bigbatch.keras.terms import ONE, OWN, Lengths, denominator, watching_loss
+from bigbatch.keras.window import WindowEngine
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch, sample_count
 from bigbatch.tf.compat import outside_strategy_scope
@@ -88,7 +93,8 @@ class CoupledRunner(Runner):
         sums = tf.nest.pack_sequence_as(self._structure, flat)
         (collected,) = self._collected
         with outside_strategy_scope(), after(flat):
-            collected.optimizer.apply(sums["gradients"], collected.variables)
+            gradients = map(as_gradient_of, collected.variables, sums["gradients"])
+            collected.optimizer.apply(list(gradients), collected.variables)
         self._close_sums()
         return sums["logs"]
 
@@ -146,12 +152,10 @@ class CoupledRunner(Runner):
             x = share.whole(x)
         whole = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         instead = replaced(model, call=call, activity_regularizer=None)
-        with instead, self._one_replica(share), collecting(
-            model, scale, lambda _: None
-        ) as all_:
-            logs = compat.train_step_of(model)(whole)
-        (collected,) = all_
-        (loss,) = of
+        gradients = collecting(model, scale, lambda _: None)
+        with instead, self._one_replica(share), gradients as in_loss:
+            logs = model.train_step(whole)
+        (collected,), (loss,) = in_loss, of
         one = collected.optimizer.scale_loss(tf.ones([], loss.dtype))
         if share.replicas > 1:
             logs = {name: tf.where(share.is_first, value, 0) for name, value in logs.items()}
@@ -196,11 +200,57 @@ class CoupledEngine(SplitEngine):
         _check(model, batch_norm)
         super().__init__(model, microbatch_size, batch_norm)
         self._runner: Any = CoupledRunner(model, batch_norm)
+        self._first_look = FirstLook(model, functools.partial(refuse_mixing_layers, batch_norm))
 
-    def _local(self, data: Any) -> list[Any]:
-        several = self._runner.strategy.num_replicas_in_sync > 1
-        batch = Batch((data,), may_be_empty=several)
-        return self._runner.local(batch, self._size_for(batch))
+    def _local(self, data: Any, parts: Any = None) -> list[Any]:
+        batch = self._batch(data)
+        if parts is None:
+            return self._runner.local(batch, self._size_for(batch))
+        size = -(-batch.count // parts)
+        return self._runner.local(batch, size if isinstance(size, int) else tf.maximum(size, 1))
+
+    def prepare_for(self, types: Any, data: Any) -> None:
+        """Get ready for windows of batches of such types; `data` is the first one."""
+        self._prepare(types)
+        if not self._first_look.is_done:
+            self._first_look.at(data)
+            if not self._model.run_eagerly:  # once, for windows of any length
+                types = tf.nest.map_structure(with_any_count, without_optionals(types))
+                self._on_batch.get_concrete_function(types, tf.constant(1))
+
+    def train_on(self, batches: list[Any]) -> dict[str, Any]:
+        """Make one update of several batches, each a micro-batch; return the logs."""
+        joined = self._runner.strategy.run(_joined, args=tuple(batches))
+        count = len(batches) if self._model.run_eagerly else tf.constant(len(batches))
+        return self._on_batch(joined, count)
+
+
+class CoupledWindowEngine(WindowEngine):
+    """Trains `model` with windows of batches, which are held, and joined when all are there."""
+
+    def __init__(
+        self, model: Any, accumulation_steps: AccumulationSteps, batch_norm: str
+    ) -> None:
+        super().__init__(model, accumulation_steps, batch_norm)
+        self._engine = CoupledEngine(model, UNBOUNDED, batch_norm)
+        self._state = self._engine.state
+
+    def _add(self, iterator: Any, wanted: Any) -> tuple[int, dict[str, Any]]:
+        del wanted
+        data = tf.nest.map_structure(as_tensor, without_optionals(next(iterator)))
+        types = iterator.element_spec if is_iterator(iterator) else data
+        self._engine.prepare_for(types, data)
+        self._held.append(data)
+        return 1, self._model.get_metrics_result()
+
+    def _update(self) -> dict[str, Any]:
+        return self._engine.train_on(self._held)
+
+
+def _joined(*batches: Any) -> Any:
+    return tf.nest.map_structure(
+        lambda *leaves: None if leaves[0] is None else tf.concat(leaves, 0), *batches
+    )
 
 
 def _check(model: Any, batch_norm: str) -> None:
@@ -217,14 +267,3 @@ def _check(model: Any, batch_norm: str) -> None:
     norms = [] if batch_norm == "frozen" else batch_norms_of(model)
     if norms:
         raise ArgumentError(rows_meet(norms[0]))
-
-
-def rows_meet(layer: Any) -> str:
-    """Say that samples meet in a layer, not only in the loss."""
-    return explain(
-        received=f"coupled=True and the layer {layer.name!r} ({type(layer).__name__}), in "
-        "which the samples of a batch meet in the forward pass",
-        expected="samples that meet in the loss only",
-        fix='pass batch_norm="frozen" for BatchNormalization, or use LayerNormalization or '
-        "GroupNormalization; move what mixes samples from call() to the loss",
-    )

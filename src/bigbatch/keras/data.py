@@ -6,6 +6,8 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
+from bigbatch.tf.compat import per_replica_types
+
 
 def is_iterator(data: Any) -> bool:
     """Say whether batches can be taken from `data` inside a graph."""
@@ -49,3 +51,24 @@ def without_optionals(data: Any) -> Any:
     """Return data, or its types, with `None` where Keras' adapters have an empty `Optional`."""
     missing = (tf.experimental.Optional, tf.OptionalSpec, type(tf.type_spec_from_value(None)))
     return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, missing) else leaf, data)
+
+
+def as_tensor(leaf: Any) -> Any:
+    """Return a leaf of a batch as a tensor, unless it is more than an array."""
+    if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.distribute.DistributedValues):
+        return leaf
+    return tf.convert_to_tensor(leaf)
+
+
+def with_any_count(leaf: Any) -> Any:
+    """Return the type of a tensor, or a type, with any number of samples."""
+    if leaf is None:
+        return None
+    leaf = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
+    parts = per_replica_types(leaf)
+    if parts:
+        return type(leaf)(*map(with_any_count, parts))
+    shape = [None, *leaf.shape[1:]]
+    if isinstance(leaf, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits_dtype)
+    return tf.TensorSpec(shape, leaf.dtype)

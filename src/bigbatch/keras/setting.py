@@ -9,7 +9,7 @@ from bigbatch.core.arguments import positive_integer
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.keras.batch_norm import MODES
-from bigbatch.keras.coupled import CoupledEngine
+from bigbatch.keras.coupled import CoupledEngine, CoupledWindowEngine
 from bigbatch.keras.split import SplitEngine
 from bigbatch.keras.window import WindowEngine
 
@@ -57,10 +57,11 @@ class Setting:
 
     def make_engine(self, model: Any) -> Any:
         """Return what trains a compiled model."""
-        if self.microbatch_size is not None:
-            split = CoupledEngine if self.coupled else SplitEngine
-            return split(model, self.microbatch_size, self.batch_norm)
+        size = self.microbatch_size
         if self.accumulation_steps == 1:
-            # One batch per update is that batch in one micro-batch.
-            return SplitEngine(model, UNBOUNDED, self.batch_norm)
-        return WindowEngine(model, self.accumulation_steps, self.batch_norm)
+            size = UNBOUNDED  # one batch per update is that batch in one micro-batch
+        if size is not None:
+            split = CoupledEngine if self.coupled else SplitEngine
+            return split(model, size, self.batch_norm)
+        window = CoupledWindowEngine if self.coupled else WindowEngine
+        return window(model, self.accumulation_steps, self.batch_norm)

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from bigbatch.core.window import UNBOUNDED
+from bigbatch.keras.coupling import FirstLook, warn_of_coupled_loss
 from bigbatch.keras.data import is_iterator, on_next, without_optionals
 from bigbatch.keras.runner import Runner, Whole
 from bigbatch.keras.state import State
@@ -31,7 +32,11 @@ class SplitEngine:
         self._model = model
         self._microbatch_size = microbatch_size
         self._runner = Runner(model, batch_norm, Lengths.SAME)
-        self._state = State(model)
+        self.state = State(model)
+        """What training changes beside weights."""
+        self._first_look = FirstLook(model, warn_of_coupled_loss)
+        if microbatch_size == UNBOUNDED:
+            self._first_look.is_done = True  # batches are whole
         self._batches = model.steps_per_execution
         self._on_batch: Any = self._train_on
         self._on_iterator: Any = self._train_on_next
@@ -45,20 +50,26 @@ class SplitEngine:
 
     def train(self, iterator: Any) -> dict[str, Any]:
         """Train on the next batches of `iterator`, one update each; return the logs."""
-        with self._state.protected():
-            if is_iterator(iterator):
-                self._prepare(iterator.element_spec)
-                return self._on_iterator(iterator)
+        types = iterator.element_spec if is_iterator(iterator) else None
+        with self.state.protected():
+            if types is not None:
+                self._prepare(types)
+                if self._first_look.is_done:
+                    return self._on_iterator(iterator)
+                if not self._model.run_eagerly:
+                    self._on_batch.get_concrete_function(types)  # for batches of any size
             logs = {}
             for _, data in zip(range(self._batches), iterator):
-                self._prepare(data)
+                if types is None:
+                    self._prepare(data)
+                self._first_look.at(data, self._microbatch_size)
                 logs = self._on_batch(data)
             return logs
 
     def _prepare(self, data: Any) -> None:
-        if self._state.is_complete:
+        if self.state.is_complete:
             return
-        if self._state.prepare(data):
+        if self.state.prepare(data):
             self._make_functions()
         self._runner.prepare()
 
@@ -71,23 +82,23 @@ class SplitEngine:
     def _train_on_next(self, iterator: Any) -> dict[str, Any]:
         return on_next(iterator, self._on_batch, self._on_batch, self._batches)[1]
 
-    def _train_on(self, data: Any) -> dict[str, Any]:
+    def _train_on(self, data: Any, *more: Any) -> dict[str, Any]:
         """Make one update from a whole batch, outside `strategy.run`; return the logs."""
         strategy, runner = self._runner.strategy, self._runner
-        with self._state.taken():
+        with self.state.taken():
             flat = replicas.sum_from_outside(
                 strategy,
                 self._model.trainable_variables,
                 self._local,
-                (without_optionals(data),),
+                (without_optionals(data), *more),
             )
-        self._state.drop(flat)
+        self.state.drop(flat)
         return runner.update(flat)
 
     def _local(self, data: Any) -> list[Any]:
         """Run this replica's share of a batch as micro-batches."""
         several = self._runner.strategy.num_replicas_in_sync > 1
-        batch = Batch((data,), may_be_empty=several)
+        batch = self._batch(data)
         count = tf.cast(batch.count, WEIGHT_DTYPE)
         whole = Whole(count, None if several else count)
         try:
@@ -98,6 +109,9 @@ class SplitEngine:
         sums["samples"] = count
         known = batch.count if isinstance(batch.count, int) else None
         return self._runner.close(sums, count, known)
+
+    def _batch(self, data: Any) -> Batch:
+        return Batch((data,), may_be_empty=self._runner.strategy.num_replicas_in_sync > 1)
 
     def _run(self, batch: Batch, whole: Whole) -> dict[str, Any]:
         compute = functools.partial(self._runner.run, whole=whole)

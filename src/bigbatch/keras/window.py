@@ -11,7 +11,14 @@ import tensorflow as tf
 from bigbatch.core.window import AccumulationSteps, window_length
 from bigbatch.keras import compat
 from bigbatch.keras.collector import optimizers_of
-from bigbatch.keras.data import is_iterator, on_next, without_optionals
+from bigbatch.keras.coupling import FirstLook, warn_of_coupled_loss
+from bigbatch.keras.data import (
+    as_tensor,
+    is_iterator,
+    on_next,
+    with_any_count,
+    without_optionals,
+)
 from bigbatch.keras.runner import Runner, Whole, divided
 from bigbatch.keras.state import END_OF_DATA, State
 from bigbatch.keras.terms import DenominatorsNeededError, Lengths
@@ -42,6 +49,7 @@ class WindowEngine:
         self._accumulation_steps = accumulation_steps
         self._batch_norm = batch_norm
         self._state = State(model)
+        self._first_look = FirstLook(model, warn_of_coupled_loss)
         self._runner: Any = None
         self._length = 0
         self._length_tensor: Any = None
@@ -112,15 +120,16 @@ class WindowEngine:
         is_first = not self._filled
         if is_iterator(iterator):
             self._prepare(iterator.element_spec, Lengths.DECLARED)
-            if not self._holds:
+            if not self._holds and self._first_look.is_done:
                 if self._model.steps_per_execution > 1:
                     wanted = tf.constant(wanted)
                 done, logs = self._add_next(iterator, wanted, self._length_tensor, is_first)
                 return int(done), logs
         data = without_optionals(next(iterator))
         if not is_iterator(iterator):
-            data = tf.nest.map_structure(_as_tensor, data)
-            self._prepare(tf.nest.map_structure(_any_number, data), Lengths.ANY)
+            data = tf.nest.map_structure(as_tensor, data)
+            self._prepare(tf.nest.map_structure(with_any_count, data), Lengths.ANY)
+        self._first_look.at(data)
         if not self._holds:
             return 1, self._add_data(data, self._length_tensor, is_first)
         self._count(data, is_first)
@@ -235,13 +244,3 @@ class WindowEngine:
         flat = replicas.sum_from_outside(self._runner.strategy, variables, local)
         self._state.drop(flat)
         return self._runner.update(flat)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    return leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
-
-
-def _any_number(leaf: Any) -> Any:
-    if not isinstance(leaf, tf.Tensor):
-        return leaf
-    return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)

@@ -53,7 +53,7 @@ class DenseSum:
     def __init__(self, variable: Any) -> None:
         self._shape = tf.TensorShape(variable.shape)
         self._dtype = widened(variable.dtype)
-        self._sum = local_variable(tf.zeros([0], self._dtype), _ANY_SHAPE)
+        self._sum = local_variable(self._nothing(), _ANY_SHAPE)
         self._is_open = False
         self.is_used = False
         """Whether anything has ever been added, or has been traced to be."""
@@ -77,7 +77,11 @@ class DenseSum:
     def close(self) -> None:
         """Give the memory back; who has read the sum still has it."""
         self._is_open = False
-        self._sum.assign(tf.zeros([0], self._dtype))
+        self._sum.assign(self._nothing())
+
+    def _nothing(self) -> Any:
+        # Of the same rank: TensorFlow takes a variable to have the rank it was assigned last.
+        return tf.zeros([0, *self._shape[1:]] if self._shape.rank else [], self._dtype)
 
 
 class GradientBuffer:

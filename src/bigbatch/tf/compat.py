@@ -44,3 +44,8 @@ def outside_strategy_scope() -> Iterator[None]:
 def variables_of(optimizer: Any) -> list[Any]:
     """Return the variables a Keras 3 optimizer was built with."""
     return list(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables)
+
+
+def per_replica_types(spec: Any) -> list[Any]:
+    """Return the types of the values of all replicas; none if there is only one value."""
+    return list(getattr(spec, "_value_specs", ()))

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from coupled_losses import LOSSES, clip, correlation
+import bigbatch
+from bigbatch.errors import ArgumentError
+from coupled_losses import LOSSES, clip, dice
 from fit_cases import (
     CASES,
+    DENSE_X,
+    MODES,
     SAMPLES,
     TOKENS,
     TWO_OUTPUTS,
@@ -22,7 +30,7 @@ from fit_cases import (
     two_outputs,
 )
 
-from problems import TOLERANCE
+from problems import TOLERANCE, largest_difference
 
 LABELS = np.random.default_rng(3).integers(0, 4, (SAMPLES, 1))
 layers = keras.layers
@@ -63,11 +71,16 @@ def embedding():
     return keras.Model(tokens, layers.Dense(6)(layers.GlobalAveragePooling1D()(embedded)))
 
 
-def token_correlation(y_true, y_pred):
-    return correlation(y_true, y_pred) + tf.square(y_pred)
+def dice_of_three(y_true, y_pred):
+    return dice(tf.abs(tf.reduce_sum(y_true, -1)), y_pred)
 
 
-METRICS = {"metrics": ["mae"], "weighted_metrics": [keras.metrics.MeanSquaredError]}
+def relative_to_spread(y_true, y_pred):
+    """A loss per element, of which the mask leaves some, relative to the spread of all."""
+    spread = tf.sqrt(tf.reduce_mean(tf.square(y_pred)) + 0.01)
+    return tf.reduce_mean(tf.square(y_true - y_pred), -1) / spread
+
+
 COUPLED_CASES = {
     **{name: Case(encoder(), y=LABELS, loss=loss_of(name)) for name in LOSSES},
     "metrics": Case(
@@ -81,13 +94,13 @@ COUPLED_CASES = {
     ),
     "clip": Case(Clip, y=None, loss=None),
     "embedding": Case(embedding, TOKENS, LABELS, loss=loss_of("sim_clr")),
-    "add_loss and activity": Case(adds_loss, loss=lambda: correlation_of_three),
-    "regularised": Case(regularised, loss=lambda: correlation_of_three),
+    "add_loss and activity": Case(adds_loss, loss=lambda: dice_of_three),
+    "regularised": Case(regularised, loss=lambda: dice_of_three),
     "two outputs with different masks": Case(
         two_outputs,
         **{
             **TWO_OUTPUTS,
-            "loss": lambda: {"sequence": token_correlation_of_two, "single": "mae"},
+            "loss": lambda: {"sequence": relative_to_spread, "single": "mae"},
         },
     ),
     "not coupled": CASES["two outputs"],
@@ -95,24 +108,234 @@ COUPLED_CASES = {
 }
 
 
-def correlation_of_three(y_true, y_pred):
-    return correlation(tf.reduce_sum(y_true, -1), y_pred)
-
-
-def token_correlation_of_two(y_true, y_pred):
-    """Masked elements count for nothing, others depend on the spread of the batch."""
-    spread = tf.sqrt(tf.reduce_mean(tf.square(y_pred)) + 1.0)
-    return tf.reduce_mean(tf.square(y_true - y_pred), -1) / spread
-
-
-@pytest.fixture
-def float64():
-    keras.backend.set_floatx("float64")
-    yield
-    keras.backend.set_floatx("float32")
-
-
 @pytest.mark.parametrize("name", COUPLED_CASES)
 def test_in_float64(name, mode, float64):
     case = COUPLED_CASES[name]
     check_same(case.accumulate(mode, COUPLED), case.train(), TOLERANCE["float64"])
+
+
+def test_micro_batches_alone_are_wrong(mode):
+    """What the tests here would see if samples did not meet."""
+    case = COUPLED_CASES["correlation"]
+    with pytest.warns(UserWarning, match="'correlation'.*coupled=True"):
+        _, history = case.accumulate(mode)
+    difference = abs(history["loss"][0] - case.train()[1]["loss"][0])
+    assert not difference <= 1e-3  # a correlation of one sample is not a number
+
+
+REPLICATED = [
+    "sim_clr",
+    "metrics",
+    "sample weights",
+    "clip",
+    "embedding",
+    "add_loss and activity",
+]
+REPLICATED += ["two outputs with different masks", "sum", "a number, times weights"]
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_see_the_global_batch(name, mode, mirrored):
+    case = COUPLED_CASES[name]
+    with mirrored.scope():
+        result = case.accumulate(mode, COUPLED)
+    check_same(result, case.train(), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_execution": 2},
+        {"jit_compile": True},
+        {"run_eagerly": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["metrics", "clip", "two outputs with different masks"])
+def test_with_compile_options(name, options, mode):
+    case = COUPLED_CASES[name].compiled(**options)
+    check_same(case.accumulate(mode, COUPLED), case.train(), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision(policy, devices, mode, mirrored):
+    keras.config.set_dtype_policy(policy)
+    try:
+        optimizer = lambda: keras.optimizers.LossScaleOptimizer(  # noqa: E731
+            keras.optimizers.SGD(0.1), initial_scale=256.0, dynamic_growth_steps=3
+        )
+        case = Case(encoder(), y=LABELS, loss=loss_of("triplet"), optimizer=optimizer)
+        expected = case.train()
+        with mirrored.scope() if devices == 2 else contextlib.nullcontext():
+            result = case.accumulate(mode, COUPLED)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    scales = [model.optimizer.dynamic_scale.numpy() for model, _ in (result, expected)]
+    assert scales[0] == scales[1] > 256
+    # The outputs are the same to the bit; gradients have eleven or eight bits.
+    check_same(result, expected, 2e-2 if policy == "mixed_bfloat16" else 2e-3)
+
+
+def test_clipping_sees_the_gradient_of_the_batch(mode):
+    case = Case(
+        encoder(),
+        y=LABELS,
+        loss=loss_of("dice"),
+        optimizer=lambda: keras.optimizers.SGD(1.0, clipnorm=1e-3),
+    )
+    check_same(case.accumulate(mode, COUPLED), case.train(), TOLERANCE["float32"])
+
+
+class Counter(layers.Layer):
+    """Counts its calls, and lets them show in what it returns."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x + 0.1 * tf.cast(self.calls, x.dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}], ids=str)
+def test_state_changes_once_and_random_layers_draw_once(mode, options, float64):
+    """Against one tape over the micro-batches side by side, drawn from the same state."""
+    dropout, counter = layers.Dropout(0.5, seed=1), Counter()
+    model = encoder(dropout, counter)()
+    twin = keras.models.clone_model(model)
+    twin.set_weights(model.get_weights())
+    model.compile(keras.optimizers.SGD(0.1), LOSSES["correlation"], **options)
+    setting = {"microbatch_size": 8} if mode == "split" else {"accumulation_steps": 3}
+    bigbatch.accumulate(model, **setting, coupled=True)
+    x, y = DENSE_X[:21], LABELS[:21]
+    sizes = [8, 8, 5] if mode == "split" else [7, 7, 7]
+    model.fit(x, y, batch_size=21 if mode == "split" else 7, verbose=0, shuffle=False)
+
+    with tf.GradientTape() as tape:
+        parts = [twin(part, training=True) for part in tf.split(tf.constant(x), sizes)]
+        loss = LOSSES["correlation"](y, tf.concat(parts, 0)) + sum(twin.losses)
+    variables = twin.trainable_variables
+    keras.optimizers.SGD(0.1).apply(tape.gradient(loss, variables), variables)
+    assert largest_difference(model, twin) <= TOLERANCE["float64"]
+    assert counter.calls == 3
+    np.testing.assert_array_equal(
+        dropout.seed_generator.state, twin.layers[1].seed_generator.state
+    )
+
+
+def test_one_trace_for_each_pass(mode):
+    calls = []
+
+    class Traced(layers.Layer):
+        def call(self, x):
+            if not tf.executing_eagerly():
+                calls.append(1)
+            return x
+
+    case = Case(encoder(Traced()), y=LABELS, loss=loss_of("dice"))
+    case.accumulate(mode, COUPLED, epochs=3)  # batches of 21, 21 and 8 samples
+    symbolic = 2  # the model is built, and built again by `fit`
+    assert len(calls) - symbolic == 2
+
+
+class BatchAttention(layers.Layer):
+    """Samples look at each other."""
+
+    def call(self, x):
+        return x + 0.1 * tf.matmul(tf.nn.softmax(tf.matmul(x, x, transpose_b=True)), x)
+
+
+class MixesInCall(Clip):
+    def call(self, inputs):
+        return super().call(inputs - tf.reduce_mean(inputs, 0))
+
+
+class OwnTrainStep(Clip):
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (encoder(layers.BatchNormalization(name="norm")), r"'norm'.*batch_norm=\"frozen\""),
+        (encoder(BatchAttention(name="mix")), "'mix' .BatchAttention.*move what mixes"),
+        (MixesInCall, "MixesInCall"),
+        (OwnTrainStep, "train_step of OwnTrainStep.*compute_loss"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(make, message, mode):
+    model = None
+
+    def prepare(made):
+        nonlocal model
+        model = made
+        setting, _ = MODES[mode]
+        bigbatch.accumulate(model, **setting, **COUPLED)
+
+    case = Case(make, y=LABELS, loss=loss_of("dice"))
+    if isinstance(make, type):
+        case = Case(make, y=None, loss=None)
+    with pytest.raises(ArgumentError, match=re.compile(message, re.DOTALL)):
+        case.train(prepare)
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_frozen_batch_normalisation_is_exact(mode):
+    def make():
+        model = encoder(layers.BatchNormalization())()
+        model.layers[1].moving_mean.assign(tf.range(8.0) / 8)
+        return model
+
+    case = Case(make, y=LABELS, loss=loss_of("triplet"), optimizer=keras.optimizers.SGD)
+    model, history = case.accumulate(mode, {**COUPLED, "batch_norm": "frozen"})
+
+    def untrained(model):
+        model.layers[1].call = functools.partial(_in_inference, model.layers[1].call)
+
+    _, expected = case.train(untrained)
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=TOLERANCE["float32"])
+    np.testing.assert_array_equal(model.layers[1].moving_mean, tf.range(8.0) / 8)
+
+
+def _in_inference(call, inputs, training=None, mask=None):
+    return call(inputs, training=False, mask=mask)
+
+
+STANDARD = {
+    name: CASES[name]
+    for name in ("dense", "sum", "masked", "two outputs", "class weights", "own compute_loss")
+}
+STANDARD |= {
+    loss.__name__: Case(CASES["dense"].make_model, y=np.abs(CASES["dense"].y), loss=loss)
+    for loss in (
+        keras.losses.BinaryCrossentropy,
+        keras.losses.BinaryFocalCrossentropy,
+        keras.losses.CategoricalCrossentropy,
+        keras.losses.CosineSimilarity,
+        keras.losses.Hinge,
+        keras.losses.Huber,
+        keras.losses.KLDivergence,
+        keras.losses.LogCosh,
+        keras.losses.MeanAbsoluteError,
+        keras.losses.MeanAbsolutePercentageError,
+        keras.losses.MeanSquaredLogarithmicError,
+        keras.losses.Poisson,
+        keras.losses.SquaredHinge,
+    )
+}
+
+
+@pytest.mark.filterwarnings("error:bigbatch")
+@pytest.mark.parametrize("name", STANDARD)
+def test_no_false_alarm(name, mode):
+    STANDARD[name].accumulate(mode, epochs=1)
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "clip", "two outputs with different masks"])
+def test_a_coupled_loss_is_found(name, mode):
+    with pytest.warns(UserWarning, match="samples of a batch meet") as found:
+        COUPLED_CASES[name].accumulate(mode, epochs=3)
+    assert len([one for one in found if "meet" in str(one.message)]) == 1

@@ -26,17 +26,6 @@ from fit_cases import (
 from problems import TOLERANCE, largest_difference
 
 
-@pytest.fixture
-def float64():
-    def use(dtype):
-        keras.config.set_floatx(dtype)
-        keras.config.set_dtype_policy(dtype)
-
-    use("float64")
-    yield
-    use("float32")
-
-
 @functools.cache
 def full_batch(name):
     """Train a case with the full batch; both modes are compared with it."""

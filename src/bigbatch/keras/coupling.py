@@ -1,0 +1,202 @@
+"""Whether the samples of a batch meet, in the loss or in a layer: found by trying."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from typing import Any, Callable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from bigbatch.errors import ArgumentError, explain
+from bigbatch.keras import compat
+from bigbatch.keras.batch_norm import BatchNorm
+from bigbatch.keras.data import without_optionals
+from bigbatch.keras.patching import replaced
+from bigbatch.tf.compat import outside_strategy_scope
+
+_ROWS = 16
+
+
+class FirstLook:
+    """Looks at samples of the first batch there is, once.
+
+    Args:
+        model: a Keras model, built when it is looked at.
+        look: called with a `Sample`.
+    """
+
+    def __init__(self, model: Any, look: Callable[[Sample], None]) -> None:
+        self._model = model
+        self._look = look
+        # In an own `train_step` loss and forward pass cannot be told apart.
+        self.is_done = compat.has_own_train_step(model)
+
+    def at(self, data: Any, rows: int = _ROWS) -> None:
+        """Look at a batch, or at the next one if this has too few samples."""
+        if self.is_done:
+            return
+        sample = Sample(self._model, data, rows)
+        if sample.is_enough:
+            self.is_done = True
+            self._look(sample)
+
+
+def warn_of_coupled_loss(sample: Sample) -> None:
+    """Warn if samples meet in the loss: no sum over micro-batches is right then."""
+    name = None
+    with contextlib.suppress(Exception):  # what cannot be tried is not worse than before
+        name = sample.coupled_loss()
+    if name:
+        warnings.warn(
+            f"bigbatch: in the loss {name} the samples of a batch meet: the gradient of one "
+            "depends on the others, and micro-batches by themselves do not give the update "
+            "of the full batch. bigbatch.accumulate(model, ..., coupled=True) does.",
+            stacklevel=2,
+        )
+
+
+def refuse_mixing_layers(batch_norm: str, sample: Sample) -> None:
+    """Raise if samples meet before the loss: two passes are not exact then."""
+    layer = None
+    with contextlib.suppress(Exception):
+        layer = sample.mixing_layer(batch_norm)
+    if layer is not None:
+        raise ArgumentError(rows_meet(layer))
+
+
+def rows_meet(layer: Any) -> str:
+    """Say that samples meet in a layer, not only in the loss."""
+    return explain(
+        received=f"coupled=True and the layer {layer.name!r} ({type(layer).__name__}), in "
+        "which the samples of a batch meet in the forward pass",
+        expected="samples that meet in the loss only",
+        fix='pass batch_norm="frozen" for BatchNormalization, or use LayerNormalization or '
+        "GroupNormalization; move what mixes samples from call() to the loss",
+    )
+
+
+class Sample:
+    """A few samples of the first batch of a model, to try things with.
+
+    The first half of the samples stays as it is while others are put in the place of the
+    second half: what then changes in the first half depends on other samples. Nothing of
+    the model is different afterwards.
+
+    Args:
+        model: a built Keras model.
+        data: a batch as `fit` gets it, perhaps of several replicas.
+        rows: how many samples to take at most.
+    """
+
+    def __init__(self, model: Any, data: Any, rows: int = _ROWS) -> None:
+        local = compat.strategy_of(model).experimental_local_results
+        rows = min(rows, _ROWS)
+        data = tf.nest.map_structure(
+            lambda leaf: None if leaf is None else local(leaf)[0][: max(rows, 2)],
+            without_optionals(data),
+        )
+        self._model = model
+        self._x, self._y, self._sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self._count = int(tf.shape(tf.nest.flatten(self._x)[0])[0])
+        self._half = self._count // 2
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether there are samples to put in the place of others."""
+        return self._half > 0
+
+    def coupled_loss(self) -> str | None:
+        """Return the name of the loss, if the gradient of a sample depends on other samples."""
+        with self._undone():
+            outputs = compat.call(self._model, self._x, training=False)
+            flat = keras.tree.flatten(outputs)
+            before = self._gradients(outputs, flat)
+            others = [self._with_others(output, 0.9, 0.01) for output in flat]
+            for output, other in zip(flat, others):
+                compat.set_mask(other, compat.mask_of(output))
+            other_outputs = keras.tree.pack_sequence_as(outputs, others)
+            after = self._gradients(other_outputs, others)
+        if self._differ(before, after):
+            return compat.name_of_loss(self._model)
+        return None
+
+    def mixing_layer(self, batch_norm: str) -> Any:
+        """Return the first layer in which samples meet, or `None`."""
+        other_x = tf.nest.map_structure(self._with_others, self._x)
+        calls = (self._calls(x, batch_norm) for x in (self._x, other_x, self._x))
+        for (layer, *here), (_, *there), (_, *again) in zip(*calls):
+            # What is not even the same for the same samples is random: that says nothing.
+            inputs, outputs = (self._differ(*pair) for pair in zip(here, there))
+            if outputs and not inputs and not self._differ(here[1], again[1]):
+                return layer
+        return None
+
+    def _calls(self, x: Any, batch_norm: str) -> list[tuple[Any, list[Any], list[Any]]]:
+        """Return the layers in the order in which they are done, with inputs and outputs."""
+        done: list[tuple[Any, list[Any], list[Any]]] = []
+
+        def call(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = original(*args, **kwargs)
+            done.append((layer, keras.tree.flatten(args), keras.tree.flatten(outputs)))
+            return outputs
+
+        norm = BatchNorm(self._model, batch_norm)
+        with self._undone(), norm.watching(), contextlib.ExitStack() as stack:
+            for layer in (*compat.layers_of(self._model), self._model):
+                watched = functools.partial(call, layer, layer.call)
+                stack.enter_context(replaced(layer, call=watched))
+            compat.call(self._model, x, training=True)
+        return done
+
+    def _gradients(self, outputs: Any, flat: list[Any]) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch([one for one in flat if one.dtype.is_floating])
+            loss = compat.compute_loss(
+                self._model, self._x, self._y, outputs, self._sample_weight
+            )
+        return tape.gradient(loss, flat)
+
+    def _with_others(self, leaf: Any, scale: float = 1, shift: float = 0) -> Any:
+        """Return `leaf` with other rows in its second half."""
+        if leaf is None or not _has_rows(leaf, self._count):
+            return leaf
+        others = tf.concat([leaf[: self._half]] * 2, 0)[: self._count - self._half]
+        if leaf.dtype.is_floating:
+            others = others * tf.cast(scale, leaf.dtype) + tf.cast(shift, leaf.dtype)
+        return tf.concat([leaf[: self._half], others], 0)
+
+    def _differ(self, some: list[Any], others: list[Any]) -> bool:
+        """Say whether first halves of rows differ by more than rounding."""
+        for one, other in zip(some, others):
+            if not _has_rows(one, self._count) or not one.dtype.is_floating:
+                continue
+            one, other = one[: self._half], other[: self._half]
+            rounding = 3 * np.finfo(one.dtype.as_numpy_dtype).eps ** 0.5
+            size = tf.cast(tf.reduce_max(tf.abs(one)), tf.float64)
+            if tf.cast(tf.reduce_max(tf.abs(one - other)), tf.float64) > rounding * size:
+                return True
+        return False
+
+    @contextlib.contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Return a block after which metrics, statistics and random state are as before."""
+        local = compat.strategy_of(self._model).experimental_local_results
+        with outside_strategy_scope():
+            state = [
+                (one, one.numpy())
+                for variable in compat.state_of(self._model)
+                for one in local(variable)
+            ]
+            try:
+                yield
+            finally:
+                for variable, value in state:
+                    variable.assign(value)
+
+
+def _has_rows(leaf: Any, count: int) -> bool:
+    return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank) and leaf.shape[0] == count
