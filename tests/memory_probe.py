@@ -147,13 +147,15 @@ def fit(make_model) -> dict:
         "one_microbatch": peak_of_fit({}, size, size),
         "full_batch": peak_of_fit({}, 32 * size, 32 * size),
     }
-    for k in (2, 32):
-        measured.setdefault("split", {})[k] = peak_of_fit(
-            {"microbatch_size": size}, k * size, k * size
-        )
-        measured.setdefault("window", {})[k] = peak_of_fit(
-            {"accumulation_steps": k}, k * size, size
-        )
+    for coupled in (False, True):
+        name = " coupled" if coupled else ""
+        for k in (2, 32):
+            measured.setdefault("split" + name, {})[k] = peak_of_fit(
+                {"microbatch_size": size, "coupled": coupled}, k * size, k * size
+            )
+            measured.setdefault("window" + name, {})[k] = peak_of_fit(
+                {"accumulation_steps": k, "coupled": coupled}, k * size, size
+            )
     return measured
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import bigbatch
 from bigbatch.errors import ArgumentError, ContextError
-from coupled_losses import LOSSES, clip, correlation, sim_clr
+from coupled_cases import LOSSES, clip, correlation, sim_clr
 
 TOLERANCE = 1e-12  # float64: rounding only
 MODES = {

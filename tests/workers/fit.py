@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import keras
 
 import bigbatch
+from coupled_cases import COUPLED_CASES
 from fit_cases import CASES
 
 tf.get_logger().setLevel("ERROR")
@@ -35,16 +36,19 @@ class Die(keras.callbacks.Callback):
             os._exit(3)
 
 
+CASES_HERE = [(name, CASES[name], {}) for name in ("dense", "two outputs", "own train_step")]
+CASES_HERE += [(name, COUPLED_CASES[name], {"coupled": True}) for name in ("clip", "metrics")]
 results = {}
-for name in ("dense", "two outputs", "own train_step"):
+for name, case, options in CASES_HERE:
     for mode, (setting, batch_size) in SETTINGS.items():
+        setting = {**setting, **options}
         with strategy.scope():
-            model, history = CASES[name].train(
+            model, history = case.train(
                 lambda model, setting=setting: bigbatch.accumulate(model, **setting),
                 batch_size=batch_size,
                 callbacks=[Die()] if die else [],
             )
-            logs = model.evaluate(CASES[name].x, CASES[name].y, verbose=0, return_dict=True)
+            logs = model.evaluate(case.x, case.y, verbose=0, return_dict=True)
         weights = [weight.tolist() for weight in model.get_weights()]
         results[f"{name}, {mode}"] = {"weights": weights, "history": history, "logs": logs}
 print(json.dumps(results))

@@ -210,19 +210,24 @@ class CoupledEngine(SplitEngine):
         return self._runner.local(batch, size if isinstance(size, int) else tf.maximum(size, 1))
 
     def prepare_for(self, types: Any, data: Any) -> None:
-        """Get ready for windows of batches of such types; `data` is the first one."""
+        """Get ready for windows of batches of such types; `data` is one."""
         self._prepare(types)
-        if not self._first_look.is_done:
-            self._first_look.at(data)
-            if not self._model.run_eagerly:  # once, for windows of any length
-                types = tf.nest.map_structure(with_any_count, without_optionals(types))
-                self._on_batch.get_concrete_function(types, tf.constant(1))
+        self._first_look.at(data)
 
     def train_on(self, batches: list[Any]) -> dict[str, Any]:
-        """Make one update of several batches, each a micro-batch; return the logs."""
+        """Make one update of several batches, each a micro-batch; return the logs.
+
+        The list is emptied, so that inputs are in memory once.
+        """
+        count = len(batches)
         joined = self._runner.strategy.run(_joined, args=tuple(batches))
-        count = len(batches) if self._model.run_eagerly else tf.constant(len(batches))
-        return self._on_batch(joined, count)
+        batches.clear()
+        if self._model.run_eagerly:
+            return self._on_batch(joined, count)
+        # Traced once, for windows of any number of samples.
+        types = tf.nest.map_structure(with_any_count, joined)
+        self._on_batch.get_concrete_function(types, tf.TensorSpec([], tf.int32))
+        return self._on_batch(joined, tf.constant(count))
 
 
 class CoupledWindowEngine(WindowEngine):

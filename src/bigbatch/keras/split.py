@@ -56,8 +56,8 @@ class SplitEngine:
                 self._prepare(types)
                 if self._first_look.is_done:
                     return self._on_iterator(iterator)
-                if not self._model.run_eagerly:
-                    self._on_batch.get_concrete_function(types)  # for batches of any size
+                if not self._model.run_eagerly:  # once, for batches of any size
+                    self._on_batch.get_concrete_function(types)
             logs = {}
             for _, data in zip(range(self._batches), iterator):
                 if types is None:

@@ -27,7 +27,8 @@ def gather_from_inside(tensor: Any) -> Any:
     # The types that collective operations know.
     wide = tf.int64 if tensor.dtype.is_integer else widened(tensor.dtype)
     wide = tf.int32 if tensor.dtype.is_bool else wide
-    rows = context.all_gather(tf.cast(tensor, wide), axis=0)
+    # An operation of its own, so that there is a device to gather to.
+    rows = context.all_gather(tf.identity(tf.cast(tensor, wide)), axis=0)
     return tf.cast(tf.ensure_shape(rows, [None, *tensor.shape[1:]]), tensor.dtype)
 
 
