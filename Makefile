@@ -24,6 +24,7 @@ check: .venv/installed ## what CI runs: format, lint, types, tests
 figures: .venv/installed ## measure again what the README shows
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/fit.py
+	@$(BIN)/python benchmarks/coupled.py
 
 format: .venv/installed ## format and fix what can be fixed
 	@$(BIN)/ruff format .

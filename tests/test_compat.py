@@ -6,7 +6,9 @@ import ast
 from pathlib import Path
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 import bigbatch
 from bigbatch.keras import compat as keras_compat
@@ -87,6 +89,40 @@ def test_the_trainer_of_keras():
     assert keras_compat.call(model, data[0], training=False).shape == (4, 2)
 
 
+def test_the_loss_of_a_model():
+    layer = keras.layers.Dense(2, activity_regularizer="l2", kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input((3,)), layer], name="m")
+    model.compile("sgd", "mse")
+    data = (tf.ones([4, 3]), tf.ones([4, 2]))
+    keras_compat.build(model, data)
+    outputs = model(data[0])
+    assert len(model.losses) == 2
+    (activity,) = keras_compat.losses_of_layers(model)
+    np.testing.assert_allclose(activity, 0.01 * tf.reduce_sum(outputs**2) / 4, rtol=1e-6)
+    loss = keras_compat.compute_loss(model, *data, outputs, None)
+    mean = tf.reduce_mean((outputs - 1) ** 2)
+    np.testing.assert_allclose(loss, mean + sum(model.losses), rtol=1e-6)
+    assert keras_compat.name_of_loss(model) == "'mse'"
+    assert not keras_compat.has_own_train_step(model)
+    assert not keras_compat.uses_inputs_after_call(model)
+
+
+def test_the_batches_of_an_epoch():
+    x = np.zeros((10, 3), "float32")
+    for data, size in ((x, 4), (tf.data.Dataset.from_tensor_slices(x).batch(4, True), None)):
+        iterator = TFEpochIterator(tf.distribute.get_strategy(), x=data, batch_size=size)
+        batches, of, rest = keras_compat.batches_of(iterator)
+        assert (batches, of, rest) == ((3, 4, 2) if size else (2, 4, None))
+
+
+def test_per_replica_types(mirrored):
+    data = mirrored.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4))
+    assert [spec.dtype for spec in compat.per_replica_types(data.element_spec)] == [
+        tf.int64
+    ] * 2
+    assert compat.per_replica_types(tf.TensorSpec([])) == []
+
+
 def test_the_state_of_a_model():
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, name="drop")]
     frozen = keras.layers.Dense(2)
@@ -128,6 +164,10 @@ def test_the_terms_of_a_compiled_loss():
 def test_masks_are_attributes_of_tensors():
     embedded = keras.layers.Embedding(4, 2, mask_zero=True)(tf.constant([[1, 0]]))
     assert keras_compat.mask_of(embedded).numpy().tolist() == [[True, False]]
+    other = tf.ones([1, 2, 2])
+    keras_compat.set_mask(other, keras_compat.mask_of(embedded))
+    layer = keras.layers.GlobalAveragePooling1D()
+    np.testing.assert_array_equal(layer(other), layer(other[:, :1]))
     assert keras_compat.mask_of(tf.zeros([1])) is None
 
 

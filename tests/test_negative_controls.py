@@ -12,13 +12,14 @@ import tensorflow as tf
 from bigbatch.keras import hooks, runner
 from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.runner import Runner
+from bigbatch.tf import coupled, twice
 from bigbatch.tf import gradients as gradients_module
 from bigbatch.tf.buffers import GradientBuffer
 from bigbatch.tf.snapshot import Snapshot
 from bigbatch.tf.window import GradientWindow
 from fit_cases import CASES, check_same
 
-from contract import test_buffers, test_equality, test_last_window
+from contract import test_buffers, test_coupled, test_equality, test_last_window
 from contract.fit import test_rollback, test_what_differs
 from problems import TOLERANCE, dense_problem
 
@@ -65,6 +66,35 @@ def next_window():
     ids=lambda function: function.__name__,
 )
 def test_the_contract_catches(mistake, check, monkeypatch):
+    check()
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def random_state_not_replayed(monkeypatch):
+    monkeypatch.setattr(twice, "_changed_in", lambda graph: [])
+
+
+def temperature_gets_its_gradient_twice(monkeypatch):
+    added = coupled.added
+    monkeypatch.setattr(coupled, "added", lambda one, other: added(added(one, other), other))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "check"),
+    [
+        (
+            random_state_not_replayed,
+            lambda: test_coupled.test_random_layers_draw_once_and_state_changes_once("graph"),
+        ),
+        (
+            temperature_gets_its_gradient_twice,
+            test_coupled.test_a_temperature_in_the_loss_gets_its_gradient_once,
+        ),
+    ],
+)
+def test_the_contract_of_coupled_losses_catches(mistake, check, monkeypatch):
     check()
     mistake(monkeypatch)
     with pytest.raises(AssertionError):

@@ -28,6 +28,8 @@ def announcement(model: Any, setting: Setting, epoch: Epoch) -> str:
     replicas = compat.strategy_of(model).num_replicas_in_sync
     describe = _split if setting.microbatch_size is not None else _window
     parts = describe(setting, epoch, replicas)
+    if setting.coupled:
+        parts.append("two passes for a coupled loss")
     count = sum(widened(v.dtype).size * math.prod(v.shape) for v in model.trainable_variables)
     if count:
         parts.append(f"gradient buffer {_bytes(count)}")
