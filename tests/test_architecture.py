@@ -112,6 +112,7 @@ def test_public_names_are_frozen():
         "GradientAccumulator",
         "__version__",
         "accumulate",
+        "microbatch_size",
         "restore",
         "value_and_gradients",
     ]

@@ -26,6 +26,7 @@ SETTINGS = [{"microbatch_size": 4}, {"accumulation_steps": 3}]
         ({"accumulation_steps": True}, "accumulation_steps=True"),
         ({"accumulation_steps": lambda updates: 0}, r"accumulation_steps\(0\)=0"),
         ({"microbatch_size": 4, "batch_norm": "synced"}, "batch_norm='synced'"),
+        ({"microbatch_size": 4, "coupled": "yes"}, "coupled='yes'"),
     ],
 )
 def test_bad_arguments_leave_the_setting_as_it_was(arguments, text):

@@ -13,6 +13,7 @@ from bigbatch.errors import MissingFrameworkError, explain
 
 if TYPE_CHECKING:
     from bigbatch.keras.accumulate import accumulate as accumulate
+    from bigbatch.keras.accumulate import microbatch_size as microbatch_size
     from bigbatch.keras.accumulate import restore as restore
     from bigbatch.tf.accumulator import GradientAccumulator as GradientAccumulator
     from bigbatch.tf.gradients import value_and_gradients as value_and_gradients
@@ -22,6 +23,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "GradientAccumulator": "bigbatch.tf.accumulator",
     "accumulate": "bigbatch.keras.accumulate",
+    "microbatch_size": "bigbatch.keras.accumulate",
     "restore": "bigbatch.keras.accumulate",
     "value_and_gradients": "bigbatch.tf.gradients",
 }
@@ -30,6 +32,7 @@ __all__ = [
     "GradientAccumulator",
     "__version__",
     "accumulate",
+    "microbatch_size",
     "restore",
     "value_and_gradients",
 ]

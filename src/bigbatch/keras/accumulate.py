@@ -8,14 +8,14 @@ import keras
 
 from bigbatch.core.window import AccumulationSteps
 from bigbatch.errors import ArgumentError, explain
-from bigbatch.keras.hooks import attach, detach
+from bigbatch.keras.hooks import attach, detach, size_of
 from bigbatch.keras.setting import Setting
 
 
 def accumulate(
     model: Any,
     *,
-    microbatch_size: int | None = None,
+    microbatch_size: int | str | None = None,
     accumulation_steps: AccumulationSteps = None,
     batch_norm: str = "pooled",
     coupled: bool = False,
@@ -43,7 +43,9 @@ def accumulate(
     Args:
         model: a Keras 3 model (TensorFlow backend).
         microbatch_size: samples per micro-batch; under a `tf.distribute` strategy, per
-            micro-batch and replica.
+            micro-batch and replica. "auto": the largest that fits the device, measured at the
+            first batch; a batch that runs out of memory all the same is rolled back and run
+            again with micro-batches half as large.
         accumulation_steps: batches of the data set per update: a number, or a function from
             the number of updates made to one (a batch-size schedule).
         batch_norm: what BatchNormalization does, which normalises with the statistics of a
@@ -76,6 +78,17 @@ def accumulate(
     detach(model)
     attach(model, setting)
     return model
+
+
+def microbatch_size(model: Any) -> int | None:
+    """Return the samples per micro-batch (and replica) with which a model trains.
+
+    Returns:
+        The number given to `accumulate`, or the one that "auto" has chosen; `None` if it has
+        not chosen yet, in window mode, and for a model that does not accumulate.
+    """
+    _check_model(model)
+    return size_of(model)
 
 
 def restore(model: Any) -> Any:

@@ -36,6 +36,7 @@ def announcement(model: Any, setting: Setting, epoch: Epoch) -> str:
     lines = [", ".join(parts)]
     different = _differences(model, setting.batch_norm)
     size, batch = setting.microbatch_size, epoch.batch_size
+    size = None if isinstance(size, str) else size
     is_plain = setting.accumulation_steps == 1 or (size and batch and size >= batch)
     if different and not is_plain:
         lines.append("not equal to the full batch: " + "; ".join(different))
@@ -68,9 +69,11 @@ def _warn(message: str) -> None:
 
 def _split(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
     size, batch = setting.microbatch_size, epoch.batch_size
-    assert size is not None
-    parts = [f"each batch in micro-batches of {size}"]
-    if batch is not None:
+    if not isinstance(size, int):
+        parts = ["each batch in micro-batches as large as the memory allows"]
+    else:
+        parts = [f"each batch in micro-batches of {size}"]
+    if isinstance(size, int) and batch is not None:
         share = -(-batch // replicas)
         count, size = -(-share // size), min(size, share)
         exact = count * size * replicas == batch

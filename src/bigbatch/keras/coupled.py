@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Any, Iterator
 
 import keras
@@ -15,7 +16,7 @@ from bigbatch.keras import compat
 from bigbatch.keras.batch_norm import batch_norms_of
 from bigbatch.keras.collector import Collected, collecting
 from bigbatch.keras.coupling import FirstLook, refuse_mixing_layers, rows_meet
-from bigbatch.keras.data import as_tensor, is_iterator, with_any_count, without_optionals
+from bigbatch.keras.data import as_tensor, is_iterator, largest_count, without_optionals
 from bigbatch.keras.patching import replaced
 from bigbatch.keras.runner import Runner, times
 from bigbatch.keras.split import SplitEngine
@@ -202,32 +203,9 @@ class CoupledEngine(SplitEngine):
         self._runner: Any = CoupledRunner(model, batch_norm)
         self._first_look = FirstLook(model, functools.partial(refuse_mixing_layers, batch_norm))
 
-    def _local(self, data: Any, parts: Any = None) -> list[Any]:
+    def _local(self, data: Any, size: Any) -> list[Any]:
         batch = self._batch(data)
-        if parts is None:
-            return self._runner.local(batch, self._size_for(batch))
-        size = -(-batch.count // parts)
-        return self._runner.local(batch, size if isinstance(size, int) else tf.maximum(size, 1))
-
-    def prepare_for(self, types: Any, data: Any) -> None:
-        """Get ready for windows of batches of such types; `data` is one."""
-        self._prepare(types)
-        self._first_look.at(data)
-
-    def train_on(self, batches: list[Any]) -> dict[str, Any]:
-        """Make one update of several batches, each a micro-batch; return the logs.
-
-        The list is emptied, so that inputs are in memory once.
-        """
-        count = len(batches)
-        joined = self._runner.strategy.run(_joined, args=tuple(batches))
-        batches.clear()
-        if self._model.run_eagerly:
-            return self._on_batch(joined, count)
-        # Traced once, for windows of any number of samples.
-        types = tf.nest.map_structure(with_any_count, joined)
-        self._on_batch.get_concrete_function(types, tf.TensorSpec([], tf.int32))
-        return self._on_batch(joined, tf.constant(count))
+        return self._runner.local(batch, self._size_for(batch) if size is None else size)
 
 
 class CoupledWindowEngine(WindowEngine):
@@ -244,12 +222,16 @@ class CoupledWindowEngine(WindowEngine):
         del wanted
         data = tf.nest.map_structure(as_tensor, without_optionals(next(iterator)))
         types = iterator.element_spec if is_iterator(iterator) else data
-        self._engine.prepare_for(types, data)
+        self._engine.prepare(types)
+        self._engine.look_at(data, sys.maxsize)
         self._held.append(data)
         return 1, self._model.get_metrics_result()
 
     def _update(self) -> dict[str, Any]:
-        return self._engine.train_on(self._held)
+        strategy, parts = compat.strategy_of(self._model), len(self._held)
+        joined = strategy.run(_joined, args=tuple(self._held))
+        self._held = []  # or inputs would be in memory twice
+        return self._engine.train_on(joined, -(-largest_count(strategy, joined) // parts))
 
 
 def _joined(*batches: Any) -> Any:

@@ -34,6 +34,8 @@ class FirstLook:
         self._look = look
         # In an own `train_step` loss and forward pass cannot be told apart.
         self.is_done = compat.has_own_train_step(model)
+        self.sample: Sample | None = None
+        """What has been looked at."""
 
     def at(self, data: Any, rows: int = _ROWS) -> None:
         """Look at a batch, or at the next one if this has too few samples."""
@@ -41,7 +43,7 @@ class FirstLook:
             return
         sample = Sample(self._model, data, rows)
         if sample.is_enough:
-            self.is_done = True
+            self.sample, self.is_done = sample, True
             self._look(sample)
 
 
@@ -100,9 +102,17 @@ class Sample:
             without_optionals(data),
         )
         self._model = model
+        self._data = data
         self._x, self._y, self._sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         self._count = int(tf.shape(tf.nest.flatten(self._x)[0])[0])
         self._half = self._count // 2
+
+    def repeated(self, count: int) -> Any:
+        """Return a batch of `count` samples, made of these."""
+        rows = tf.range(count) % self._count
+        return tf.nest.map_structure(
+            lambda leaf: leaf if leaf is None else tf.gather(leaf, rows), self._data
+        )
 
     @property
     def is_enough(self) -> bool:

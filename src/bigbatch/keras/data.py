@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+import itertools
+from typing import Any, Callable, Iterator
 
 import tensorflow as tf
 
+from bigbatch.tf.batch import sample_count
 from bigbatch.tf.compat import per_replica_types
 
 
 def is_iterator(data: Any) -> bool:
     """Say whether batches can be taken from `data` inside a graph."""
     return isinstance(data, (tf.data.Iterator, tf.distribute.DistributedIterator))
+
+
+def next_batches(iterator: Any, count: int) -> Iterator[Any]:
+    """Return the next batches, `count` of them or fewer if there are no more.
+
+    If there is none at all, it raises what the iterator does.
+    """
+    iterator = iter(iterator)
+    return itertools.islice(itertools.chain([next(iterator)], iterator), count)
 
 
 def on_next(
@@ -72,3 +83,10 @@ def with_any_count(leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits_dtype)
     return tf.TensorSpec(shape, leaf.dtype)
+
+
+def largest_count(strategy: Any, data: Any) -> int:
+    """Return how many samples the replica of this process with the most of them has."""
+    leaf = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
+    counts = (sample_count(part) for part in strategy.experimental_local_results(leaf))
+    return max(1, *map(int, counts))

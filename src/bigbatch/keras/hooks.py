@@ -18,6 +18,7 @@ from bigbatch.keras.announcement import Epoch, announcement, warn_of_conflicts
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.data import on_next, without_optionals
 from bigbatch.keras.setting import Setting
+from bigbatch.keras.trial import largest_that_fits
 
 _HOOKS = "_bigbatch_hooks"
 _LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -30,6 +31,7 @@ class _Hooks:
         self._model = model
         self._setting = setting
         self._fit_arguments: dict[str, Any] | None = None
+        self._is_quiet = False
         self._logs: Any = None
         self.engine: Any = None
         self._signature = inspect.signature(model.fit)
@@ -52,6 +54,9 @@ class _Hooks:
             self.engine.flush()  # a window that `train_on_batch` has left open
         with contextlib.suppress(TypeError):  # which `fit` itself raises better
             self._fit_arguments = self._signature.bind(*args, **kwargs).arguments
+            self._is_quiet = not self._is_first_worker() or (
+                self._fit_arguments.get("verbose", "auto") == 0
+            )
         try:
             return type(self._model).fit(self._model, *args, **kwargs)
         except BaseException as error:
@@ -59,9 +64,35 @@ class _Hooks:
                 raise _lost_worker(error) from error
             if self.engine is not None:
                 self.engine.roll_back()
+            size = self._setting.microbatch_size
+            if isinstance(error, tf.errors.ResourceExhaustedError) and isinstance(size, int):
+                raise _out_of_memory(size, self._size_that_fits(size)) from error
             raise
         finally:
             self._fit_arguments = None
+
+    def _size_that_fits(self, too_large: int) -> int | None:
+        """Return a size that would fit, if that can be found out now."""
+        samples = getattr(self.engine, "samples", None)
+        if samples is None or too_large == 1:
+            return None
+        data = samples.repeated(2 * too_large)
+        with contextlib.suppress(Exception):  # there is an error to report already
+            found = largest_that_fits(
+                self._model,
+                self.engine.train_on,
+                data,
+                at_most=too_large - 1,
+                until_it_fails=False,
+            )
+            return found.size
+        return None
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """The samples per micro-batch, if they are known."""
+        size = self._setting.microbatch_size
+        return size if isinstance(size, int) else getattr(self.engine, "microbatch_size", None)
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         compat.build_under_strategy(self._model, iterator, data_batch)
@@ -75,16 +106,21 @@ class _Hooks:
         callbacks = getattr(callbacks, "callbacks", callbacks)
         is_one = not isinstance(callbacks, (list, tuple))
         warn_of_conflicts(self._setting, epoch, [callbacks] if is_one else callbacks)
+        self._say(announcement(self._model, self._setting, epoch))
+
+    def _say(self, text: str) -> None:
+        if not self._is_quiet:
+            print(text)
+
+    def _is_first_worker(self) -> bool:
         strategy = compat.strategy_of(self._model)
-        is_first_worker = not self._is_multi_worker or not strategy.cluster_resolver.task_id
-        if arguments.get("verbose", "auto") != 0 and is_first_worker:
-            print(announcement(self._model, self._setting, epoch))
+        return not self._is_multi_worker or not strategy.cluster_resolver.task_id
 
     def make_train_function(self, force: bool = False) -> Any:
         model = self._model
         if model.train_function is None or force:
             _check_optimizers(model)
-            self.engine = self._setting.make_engine(model)
+            self.engine = self._setting.make_engine(model, self._say)
             model.train_function = self.train
         return model.train_function
 
@@ -135,6 +171,23 @@ def detach(model: Any) -> None:
         for name in hooks.methods:
             vars(model).pop(name, None)
     model.train_function = model.test_function = None
+
+
+def size_of(model: Any) -> int | None:
+    """Return the micro-batch size of a model, if there is one."""
+    hooks = vars(model).get(_HOOKS)
+    return hooks and hooks.microbatch_size
+
+
+def _out_of_memory(size: int, fitting: int | None) -> ContextError:
+    example = f" (about {fitting} would fit)" if fitting else ""
+    return ContextError(
+        explain(
+            received=f"microbatch_size={size}, with which the device runs out of memory",
+            expected=f"micro-batches that fit{example}; nothing of the batch was applied",
+            fix='pass microbatch_size="auto", or a smaller number',
+        )
+    )
 
 
 def _lost_worker(error: BaseException) -> ContextError:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Callable
 
 from bigbatch.core.arguments import positive_integer
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.errors import ArgumentError, explain
+from bigbatch.keras.auto import AutoEngine
 from bigbatch.keras.batch_norm import MODES
 from bigbatch.keras.coupled import CoupledEngine, CoupledWindowEngine
 from bigbatch.keras.split import SplitEngine
 from bigbatch.keras.window import WindowEngine
+
+AUTO = "auto"
+"""The micro-batch size that stands for the largest that fits the device."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """The arguments of `accumulate`, checked."""
 
-    microbatch_size: int | None
+    microbatch_size: int | str | None
     accumulation_steps: AccumulationSteps
     batch_norm: str
     coupled: bool = False
@@ -50,17 +54,24 @@ class Setting:
                     fix="pass coupled=True if samples of a batch meet in the loss",
                 )
             )
+        if self.microbatch_size == AUTO:
+            return
         if self.microbatch_size is not None:
             positive_integer(self.microbatch_size, "microbatch_size")
         else:
             window_length(self.accumulation_steps, updates=0)
 
-    def make_engine(self, model: Any) -> Any:
-        """Return what trains a compiled model."""
+    def make_engine(self, model: Any, say: Callable[[str], None] = print) -> Any:
+        """Return what trains a compiled model, and may say something about it."""
         size = self.microbatch_size
+        if size == AUTO:
+            engine = (CoupledEngine if self.coupled else SplitEngine)(
+                model, UNBOUNDED, self.batch_norm
+            )
+            return AutoEngine(model, engine, say)
         if self.accumulation_steps == 1:
             size = UNBOUNDED  # one batch per update is that batch in one micro-batch
-        if size is not None:
+        if isinstance(size, int):
             split = CoupledEngine if self.coupled else SplitEngine
             return split(model, size, self.batch_norm)
         window = CoupledWindowEngine if self.coupled else WindowEngine

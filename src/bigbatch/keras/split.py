@@ -9,7 +9,13 @@ import tensorflow as tf
 
 from bigbatch.core.window import UNBOUNDED
 from bigbatch.keras.coupling import FirstLook, warn_of_coupled_loss
-from bigbatch.keras.data import is_iterator, on_next, without_optionals
+from bigbatch.keras.data import (
+    is_iterator,
+    next_batches,
+    on_next,
+    with_any_count,
+    without_optionals,
+)
 from bigbatch.keras.runner import Runner, Whole
 from bigbatch.keras.state import State
 from bigbatch.keras.terms import DenominatorsNeededError, Lengths
@@ -35,8 +41,6 @@ class SplitEngine:
         self.state = State(model)
         """What training changes beside weights."""
         self._first_look = FirstLook(model, warn_of_coupled_loss)
-        if microbatch_size == UNBOUNDED:
-            self._first_look.is_done = True  # batches are whole
         self._batches = model.steps_per_execution
         self._on_batch: Any = self._train_on
         self._on_iterator: Any = self._train_on_next
@@ -53,20 +57,42 @@ class SplitEngine:
         types = iterator.element_spec if is_iterator(iterator) else None
         with self.state.protected():
             if types is not None:
-                self._prepare(types)
-                if self._first_look.is_done:
+                self.prepare(types)
+                if self._first_look.is_done or self._microbatch_size == UNBOUNDED:
                     return self._on_iterator(iterator)
                 if not self._model.run_eagerly:  # once, for batches of any size
                     self._on_batch.get_concrete_function(types)
             logs = {}
-            for _, data in zip(range(self._batches), iterator):
+            for data in next_batches(iterator, self._batches):
                 if types is None:
-                    self._prepare(data)
-                self._first_look.at(data, self._microbatch_size)
+                    self.prepare(data)
+                if self._microbatch_size != UNBOUNDED:  # or batches are whole
+                    self.look_at(data, self._microbatch_size)
                 logs = self._on_batch(data)
             return logs
 
-    def _prepare(self, data: Any) -> None:
+    def look_at(self, data: Any, size: int) -> None:
+        """Look, once, at what micro-batches of a batch may do wrong."""
+        self._first_look.at(data, size)
+
+    @property
+    def samples(self) -> Any:
+        """Some samples of the first batch, on one device; `None` if there are none."""
+        several = self._runner.strategy.num_replicas_in_sync > 1
+        return None if several else self._first_look.sample
+
+    def train_on(self, data: Any, size: int) -> dict[str, Any]:
+        """Make one update from a batch, in micro-batches of `size` samples; return the logs."""
+        data = without_optionals(data)
+        if self._model.run_eagerly:
+            return self._on_batch(data, size)
+        # Traced once, for batches and micro-batches of any number of samples.
+        types = tf.nest.map_structure(with_any_count, data)
+        self._on_batch.get_concrete_function(types, tf.TensorSpec([], tf.int32))
+        return self._on_batch(data, tf.constant(size))
+
+    def prepare(self, data: Any) -> None:
+        """Get ready for such data, or data of such types."""
         if self.state.is_complete:
             return
         if self.state.prepare(data):
@@ -82,7 +108,7 @@ class SplitEngine:
     def _train_on_next(self, iterator: Any) -> dict[str, Any]:
         return on_next(iterator, self._on_batch, self._on_batch, self._batches)[1]
 
-    def _train_on(self, data: Any, *more: Any) -> dict[str, Any]:
+    def _train_on(self, data: Any, size: Any = None) -> dict[str, Any]:
         """Make one update from a whole batch, outside `strategy.run`; return the logs."""
         strategy, runner = self._runner.strategy, self._runner
         with self.state.taken():
@@ -90,22 +116,23 @@ class SplitEngine:
                 strategy,
                 self._model.trainable_variables,
                 self._local,
-                (without_optionals(data), *more),
+                (without_optionals(data), size),
             )
-        self.state.drop(flat)
-        return runner.update(flat)
+        with self.state.dropped(flat):
+            return runner.update(flat)
 
-    def _local(self, data: Any) -> list[Any]:
+    def _local(self, data: Any, size: Any) -> list[Any]:
         """Run this replica's share of a batch as micro-batches."""
         several = self._runner.strategy.num_replicas_in_sync > 1
         batch = self._batch(data)
+        size = self._size_for(batch) if size is None else size
         count = tf.cast(batch.count, WEIGHT_DTYPE)
         whole = Whole(count, None if several else count)
         try:
-            sums = self._run(batch, whole)
+            sums = self._run(batch, size, whole)
         except DenominatorsNeededError:
-            whole = self._runner.whole(self._total(self._runner.counts, batch))
-            sums = self._run(batch, whole)
+            whole = self._runner.whole(self._total(self._runner.counts, batch, size))
+            sums = self._run(batch, size, whole)
         sums["samples"] = count
         known = batch.count if isinstance(batch.count, int) else None
         return self._runner.close(sums, count, known)
@@ -113,13 +140,13 @@ class SplitEngine:
     def _batch(self, data: Any) -> Batch:
         return Batch((data,), may_be_empty=self._runner.strategy.num_replicas_in_sync > 1)
 
-    def _run(self, batch: Batch, whole: Whole) -> dict[str, Any]:
+    def _run(self, batch: Batch, size: Any, whole: Whole) -> dict[str, Any]:
         compute = functools.partial(self._runner.run, whole=whole)
-        return self._total(compute, batch, begin=self._runner.open)
+        return self._total(compute, batch, size, begin=self._runner.open)
 
-    def _total(self, compute: Any, batch: Batch, **options: Any) -> Any:
+    def _total(self, compute: Any, batch: Batch, size: Any, **options: Any) -> Any:
         jit_compile = self._model.jit_compile
-        return total(compute, batch, self._size_for(batch), jit_compile=jit_compile, **options)
+        return total(compute, batch, size, jit_compile=jit_compile, **options)
 
     def _size_for(self, batch: Batch) -> Any:
         if self._microbatch_size != UNBOUNDED:

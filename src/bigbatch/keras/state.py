@@ -7,12 +7,21 @@ from typing import Any, Iterator
 
 import tensorflow as tf
 
+from bigbatch.errors import ContextError, explain
 from bigbatch.keras import compat
 from bigbatch.keras.data import without_optionals
 from bigbatch.tf.snapshot import Snapshot
 
 END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 """How an iterator says that it has no more batches."""
+
+
+_HALF_UPDATED = explain(
+    received="an optimizer that ran out of memory in the middle of an update",
+    expected="memory for the update itself, which is the same for every micro-batch size",
+    fix="some weights are updated and some are not: load them from a checkpoint, and use an "
+    "optimizer with fewer slots, a smaller model, or more memory",
+)
 
 
 class State:
@@ -47,10 +56,30 @@ class State:
         assert self._snapshot is not None
         return self._snapshot.taken()
 
-    def drop(self, results: list[Any]) -> None:
-        """Say, in a graph, that when `results` are there the state is final."""
+    def dropped(self, results: list[Any]) -> contextlib.AbstractContextManager[None]:
+        """Say, in a graph, that when `results` are there the state is final.
+
+        Returns:
+            A block for the update, which cannot be undone.
+        """
         assert self._snapshot is not None
-        self._snapshot.drop(results)
+        return self._snapshot.dropped(results)
+
+    @contextlib.contextmanager
+    def undone_if(self, error: type[Exception]) -> Iterator[None]:
+        """Return a block after which, if it fails with `error`, the state is as before.
+
+        Unless it was the update itself that failed: then an error says that.
+        """
+        assert self._snapshot is not None
+        self._snapshot.forget()
+        try:
+            yield
+        except error as failure:
+            if self._snapshot.is_dropped:
+                raise ContextError(_HALF_UPDATED) from failure
+            self.restore()
+            raise
 
     def restore(self) -> None:
         """Put back what was taken and not dropped."""

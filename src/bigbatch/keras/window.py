@@ -242,5 +242,5 @@ class WindowEngine:
 
         variables = self._model.trainable_variables
         flat = replicas.sum_from_outside(self._runner.strategy, variables, local)
-        self._state.drop(flat)
-        return self._runner.update(flat)
+        with self._state.dropped(flat):
+            return self._runner.update(flat)

@@ -18,7 +18,7 @@ from bigbatch.tf.values import DENSE, ROWS, flattened, joined, kind_of, packed, 
 def total(
     compute: Callable[..., Any],
     batch: Batch,
-    microbatch_size: int,
+    microbatch_size: Any,
     *,
     jit_compile: bool | None = None,
     begin: Callable[[Any], None] = lambda _: None,
@@ -32,7 +32,8 @@ def total(
         compute: takes the arguments of a micro-batch, returns a nest of tensors,
             `IndexedSlices` and `None`.
         batch: the samples.
-        microbatch_size: samples per micro-batch; the last one may be smaller.
+        microbatch_size: samples per micro-batch, an `int` or a tensor; the last one may be
+            smaller.
         jit_compile: whether XLA compiles `compute`, in a graph. The loop stays outside:
             XLA runs loops on a CPU several times slower than TensorFlow does.
         begin: called with the graph of `compute` (eagerly: `None`) before it runs.
@@ -41,7 +42,7 @@ def total(
         The nest that `compute` returns. Half-precision leaves come back as float32, and
         `IndexedSlices` without a `dense_shape`.
     """
-    if not isinstance(batch.count, int):
+    if not isinstance(batch.count, int) or not isinstance(microbatch_size, int):
         return _dynamic_total(compute, batch, microbatch_size, jit_compile, begin)
     if batch.count and tf.executing_eagerly():
         begin(None)
@@ -122,7 +123,7 @@ def _static_total(
 def _dynamic_total(
     compute: Callable[..., Any],
     batch: Batch,
-    microbatch_size: int,
+    microbatch_size: Any,
     jit_compile: bool | None,
     begin: Callable[[Any], None],
 ) -> Any:

@@ -1,0 +1,84 @@
+"""The memory of devices: what they have, and what something takes at most."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Callable, Iterable
+
+import tensorflow as tf
+from tensorflow.python.client import device_lib
+
+_STATUS = Path("/proc/self/status")
+
+
+class Memory:
+    """The memory of some devices of this process.
+
+    GPUs, and a CPU with TensorFlow's own allocator (`TF_CPU_ALLOCATOR_USE_BFC=true`), count
+    every byte. For any other CPU it is what the system says of the process, where it does.
+
+    Args:
+        devices: the names of the devices, as variables have them.
+    """
+
+    def __init__(self, devices: Iterable[str]) -> None:
+        specs = [tf.DeviceSpec.from_string(device) for device in devices]
+        names = {f"{spec.device_type}:{spec.device_index}" for spec in specs}
+        # Logical CPUs share one allocator.
+        self._devices = sorted({"CPU:0" if name.startswith("CPU") else name for name in names})
+        self.is_hard = True
+        """Whether what does not fit ends with an error, not with the process."""
+        try:
+            self._current(self._devices[0])
+        except ValueError:
+            self.is_hard = False
+        self.limit = self._limit()
+        """The bytes there are on each device, or `None` if that is not known."""
+
+    def peak_of(self, function: Callable[[], Any]) -> int:
+        """Call a function; return the most bytes in use on a device. `limit` must be known."""
+        if not self.is_hard:
+            return self._resident_peak_of(function)
+        for device in self._devices:
+            tf.config.experimental.reset_memory_stats(device)
+        function()
+        return max(
+            tf.config.experimental.get_memory_info(device)["peak"] for device in self._devices
+        )
+
+    def _current(self, device: str) -> int:
+        return tf.config.experimental.get_memory_info(device)["current"]
+
+    def _limit(self) -> int | None:
+        if not self.is_hard:
+            return _available() if os.access("/proc/self/clear_refs", os.W_OK) else None
+        if self._devices == ["CPU:0"]:
+            megabytes = os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB")
+            return int(megabytes) * 2**20 if megabytes else _available()
+        known = {device.name: device.memory_limit for device in device_lib.list_local_devices()}
+        limits = [
+            limit for name, limit in known.items() if name.split("device:")[-1] in self._devices
+        ]
+        return min(limits, default=None)
+
+    def _resident_peak_of(self, function: Callable[[], Any]) -> int:
+        Path("/proc/self/clear_refs").write_text("5")  # start the peak from here
+        function()
+        return _kilobytes(_STATUS, "VmHWM")
+
+
+def _available() -> int | None:
+    """Return what this process has and may still have of the system's memory."""
+    with contextlib.suppress(OSError):
+        return _kilobytes(Path("/proc/meminfo"), "MemAvailable") + _kilobytes(_STATUS, "VmRSS")
+    return None
+
+
+def _kilobytes(path: Path, name: str) -> int:
+    match = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    if match is None:
+        raise OSError(f"{path} does not say {name}")
+    return int(match.group(1)) * 1024

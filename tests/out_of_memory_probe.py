@@ -1,0 +1,100 @@
+"""Run in a process of its own, with a limit of memory: prints as JSON how training went.
+
+    python out_of_memory_probe.py SCENARIO SETTING
+
+SETTING is the JSON of what `accumulate` is given, or `null`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+
+os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"  # the limit comes from the test
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import bigbatch
+
+layers = keras.layers
+rng = np.random.default_rng(0)
+
+
+def convolutional():
+    convolutions = [layers.Conv2D(16, 3, padding="same", activation="relu") for _ in range(3)]
+    model = keras.Sequential(
+        [
+            keras.Input((24, 24, 3)),
+            *convolutions,
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(10),
+        ]
+    )
+    x = rng.normal(size=(1200, 24, 24, 3)).astype("float32")
+    return model, (x, np.arange(1200) % 10), {"batch_size": 512}
+
+
+def longer_later():
+    """The third batch has sequences eight times as long."""
+    model = keras.Sequential(
+        [
+            keras.Input((None, 8)),
+            layers.Dense(128, "tanh"),
+            layers.Dense(128, "tanh"),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(10),
+        ]
+    )
+    batches = [
+        (rng.normal(size=(64, length, 8)).astype("float32"), np.arange(64) % 10)
+        for length in (100, 100, 800, 100)
+    ]
+    spec = (tf.TensorSpec([None, None, 8]), tf.TensorSpec([None], tf.int64))
+    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+    return model, (data,), {}
+
+
+def too_large():
+    """One sample is too much."""
+    model = keras.Sequential(
+        [keras.Input((60_000, 8)), layers.Dense(128, "tanh"), layers.GlobalAveragePooling1D()]
+    )
+    return model, (rng.normal(size=(4, 60_000, 8)).astype("float32"), np.zeros((4, 128))), {}
+
+
+def train(scenario, setting):
+    keras.utils.set_random_seed(0)
+    model, data, options = scenario()
+    loss = "mse" if scenario is too_large else keras.losses.SparseCategoricalCrossentropy(True)
+    model.compile(keras.optimizers.Adam(1e-3), loss)
+    if setting:
+        bigbatch.accumulate(model, **setting)
+    history = model.fit(*data, shuffle=False, verbose=0, **options)
+    return model, history.history
+
+
+def main(scenario, setting):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            model, history = train(scenario, setting)
+        except Exception as error:
+            return {"error": type(error).__name__, "message": str(error)}
+    result = {
+        "weights": [weight.tolist() for weight in model.get_weights()],
+        "loss": history["loss"],
+        "updates": int(model.optimizer.iterations),
+        "messages": [str(one.message) for one in caught if "out of memory" in str(one.message)],
+    }
+    if setting:
+        result["size"] = bigbatch.microbatch_size(model)
+    return result
+
+
+if __name__ == "__main__":
+    scenario = globals()[sys.argv[1]]
+    print(json.dumps(main(scenario, json.loads(sys.argv[2]))))

@@ -1,0 +1,252 @@
+"""Running out of memory, really: in other processes, whose allocator has a hard limit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+import fit_cases
+from bigbatch.errors import ContextError
+from bigbatch.keras.auto import AutoEngine
+from coupled_cases import COUPLED_CASES
+from fit_cases import CASES, DENSE_X, DENSE_Y, dense
+
+from problems import TOLERANCE
+
+AUTO = {"microbatch_size": "auto"}
+
+
+@functools.lru_cache(None)
+def probe(scenario: str, setting: str, limit: int | None = None) -> dict:
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if limit is not None:
+        environment["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(limit)
+    program = str(Path(__file__).with_name("out_of_memory_probe.py"))
+    run = [sys.executable, program, scenario, setting]
+    done = subprocess.run(
+        run, capture_output=True, check=True, text=True, timeout=600, env=environment
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_same(result, expected, updates):
+    # Plain Keras counts the end of a data set of unknown length as one more.
+    assert result["updates"] == updates
+    np.testing.assert_allclose(result["loss"], expected["loss"], rtol=TOLERANCE["float32"])
+    for one, other in zip(result["weights"], expected["weights"]):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_trains_with_auto():
+    expected = probe("convolutional", "null")
+    died = probe("convolutional", "null", 100)
+    assert died["error"] == "ResourceExhaustedError"
+    result = probe("convolutional", json.dumps(AUTO), 100)
+    assert 1 < result["size"] < 512
+    check_same(result, expected, 3)
+
+
+@pytest.mark.slow
+def test_auto_is_within_a_quarter_of_the_largest_that_fits():
+    size = probe("convolutional", json.dumps(AUTO), 100)["size"]
+    assert probe("convolutional", f'{{"microbatch_size": {size}}}', 100)["updates"] == 3
+    larger = probe("convolutional", f'{{"microbatch_size": {int(size / 0.75)}}}', 100)
+    assert "out of memory" in larger["message"]
+    # A number is obeyed, and its failure suggests one that fits.
+    assert 'microbatch_size="auto"' in larger["message"]
+    (suggested,) = re.findall(r"about (\d+) would fit", larger["message"])
+    assert 1 <= int(suggested) <= 1.25 * size
+
+
+@pytest.mark.slow
+def test_a_longer_batch_later_is_run_again_with_smaller_micro_batches():
+    expected = probe("longer_later", "null")
+    assert probe("longer_later", "null", 60)["error"] == "ResourceExhaustedError"
+    result = probe("longer_later", json.dumps(AUTO), 60)
+    assert result["messages"]
+    assert result["size"] < 64
+    check_same(result, expected, 4)
+
+
+@pytest.mark.slow
+def test_with_memory_enough_auto_is_the_whole_batch():
+    result = probe("convolutional", json.dumps(AUTO))
+    assert result["size"] == 512
+    check_same(result, probe("convolutional", "null"), 3)
+
+
+@pytest.mark.slow
+def test_when_one_sample_does_not_fit_an_error_says_so():
+    result = probe("too_large", json.dumps(AUTO), 60)
+    assert result["error"] == "ContextError"
+    assert "one sample" in result["message"]
+    assert "60.0 MiB" in result["message"]
+
+
+class Faulty(keras.layers.Layer):
+    """Runs out of memory in the call that `calls` says, counted down."""
+
+    calls = 0
+
+    def call(self, x):
+        def count(x):
+            Faulty.calls -= 1
+            if Faulty.calls == 0:
+                raise MemoryError("injected")
+            return x
+
+        if tf.executing_eagerly():  # samples that are only looked at
+            return x
+        y = tf.py_function(count, [x], x.dtype)
+        y.set_shape(x.shape)
+        return x + 0 * tf.stop_gradient(y)
+
+
+def faulty_model():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dense(8, "tanh"),
+            keras.layers.Dropout(0.5, seed=2),
+            Faulty(),
+            keras.layers.Dense(3),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def everything(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [variable.numpy() for variable in variables]
+
+
+@pytest.mark.parametrize("fault", [1, 2, 3, 4, 5])
+def test_recovery_is_as_if_nothing_had_happened(fault, monkeypatch):
+    """At every micro-batch of the first batch (10 + 10 + 1 samples), and in the second."""
+    monkeypatch.setattr(Faulty, "calls", -1)
+    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 10)
+    model = bigbatch.accumulate(faulty_model(), **AUTO)
+    states = []
+
+    class Inject(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 0:
+                Faulty.calls = fault
+
+    with pytest.warns(UserWarning, match="out of memory with micro-batches of 10"):
+        history = model.fit(
+            DENSE_X,
+            DENSE_Y,
+            batch_size=21,
+            shuffle=False,
+            verbose=0,
+            callbacks=[Inject()],
+        )
+    assert bigbatch.microbatch_size(model) == 5
+    states.append(everything(model))
+
+    Faulty.calls = -1
+    twin = faulty_model()
+    sizes = iter([10, 5, 5] if fault > 3 else [5, 5, 5])  # of each of three batches
+
+    class Resize(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            vars(twin)["_bigbatch_hooks"].engine.microbatch_size = next(sizes)
+
+    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 5)
+    bigbatch.accumulate(twin, **AUTO)
+    expected = twin.fit(
+        DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0, callbacks=[Resize()]
+    )
+    for one, other in zip(states[0], everything(twin)):
+        np.testing.assert_array_equal(one, other)
+    assert history.history == expected.history
+
+
+class FaultyOptimizer(keras.optimizers.SGD):
+    """Runs out of memory when it updates the second weight."""
+
+    is_faulty = False
+
+    def update_step(self, gradient, variable, learning_rate):
+        def check(gradient):
+            if FaultyOptimizer.is_faulty:
+                raise MemoryError("injected")
+            return gradient
+
+        if variable.shape == (8, 3):
+            shape = gradient.shape
+            gradient = tf.py_function(check, [gradient], gradient.dtype)
+            gradient.set_shape(shape)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_an_update_that_fails_itself_stops_training(monkeypatch):
+    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 10)
+    model = bigbatch.accumulate(dense(), **AUTO)
+    model.compile(FaultyOptimizer(0.1), "mse")
+    model.fit(DENSE_X, DENSE_Y, batch_size=21, verbose=0)
+    monkeypatch.setattr(FaultyOptimizer, "is_faulty", True)
+    with pytest.raises(ContextError, match="in the middle of an update"):
+        model.fit(DENSE_X, DENSE_Y, batch_size=21, verbose=0)
+    assert bigbatch.microbatch_size(model) == 10
+
+
+def test_trials_leave_no_trace():
+    model = bigbatch.accumulate(faulty_model(), **AUTO)
+    untouched = faulty_model()
+    seen = []
+    choose = AutoEngine._choose
+
+    def spy(self, data):
+        seen.append(everything(model))
+        size = choose(self, data)
+        seen.append(everything(model))
+        return size
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoEngine, "_choose", spy)
+        patch.setattr(Faulty, "calls", -1)
+        history = model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
+    for one, other in zip(*seen):
+        np.testing.assert_array_equal(one, other)
+    expected = untouched.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
+    assert bigbatch.microbatch_size(model) == 21  # there is memory enough for the whole batch
+    np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-6)
+    for one, other in zip(everything(model), everything(untouched)):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("coupled", [False, True])
+def test_replicas_agree_on_one_size(size, coupled, mirrored, monkeypatch):
+    if size:
+        monkeypatch.setattr(AutoEngine, "_choose", lambda *_: size)
+    case = COUPLED_CASES["sim_clr"] if coupled else CASES["masked"]
+    with mirrored.scope():
+        result = case.train(lambda m: bigbatch.accumulate(m, **AUTO, coupled=coupled))
+    fit_cases.check_same(result, case.train(), TOLERANCE["float32"])
+    assert bigbatch.microbatch_size(result[0]) == (size or 11)  # of batches of 21
+
+
+@pytest.mark.parametrize("options", [{"jit_compile": True}, {"run_eagerly": True}], ids=str)
+def test_with_compile_options(options, monkeypatch):
+    case = CASES["dense"].compiled(steps_per_execution=2, **options)
+    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 8)
+    result = case.train(lambda model: bigbatch.accumulate(model, **AUTO))
+    fit_cases.check_same(result, CASES["dense"].train(), TOLERANCE["float32"])
