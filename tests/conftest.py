@@ -27,3 +27,8 @@ def mirrored() -> tf.distribute.Strategy:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     keras.utils.set_random_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run slow tests first: they wait a lot, and none is left when everything else is done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -123,6 +123,10 @@ def test_per_replica_types(mirrored):
     assert compat.per_replica_types(tf.TensorSpec([])) == []
 
 
+def test_devices_have_a_limit():
+    assert compat.memory_limits()["CPU:0"] > 0
+
+
 def test_the_state_of_a_model():
     layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, name="drop")]
     frozen = keras.layers.Dense(2)

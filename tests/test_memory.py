@@ -43,7 +43,10 @@ def test_fit_takes_one_training_step_and_one_gradient_set(model):
         # What is held of the inputs of a larger batch counts too. Outputs are ten numbers each.
         data = 0 if mode == "window" else measured["batch_of_data"]
         assert all(peak <= limit + data for peak in peaks.values()), (mode, measured)
-        assert peaks["32"] - data <= 1.05 * peaks["2"], (mode, measured)
+        # Flat in k: 16 times the micro-batches take no more than one training step does, which
+        # by chance is more or less than what two of them take.
+        flat = 1.05 * max(peaks["2"], measured["one_microbatch"])
+        assert peaks["32"] - data <= flat, (mode, measured)
     if model == "fit_activation_bound":
         assert measured["full_batch"] > 5 * limit
 

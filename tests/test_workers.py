@@ -29,7 +29,7 @@ def test_two_workers_equal_the_full_batch():
 @pytest.mark.slow
 def test_when_a_worker_dies_none_is_left_behind():
     with pytest.raises(WorkerError, match=r"exit codes \[-?\d+, 3\]"):
-        run_workers("accumulator.py", "die", timeout=120)
+        run_workers("accumulator.py", "die", timeout=240)
 
 
 @pytest.mark.slow
@@ -56,5 +56,5 @@ def test_fit_on_two_workers_equals_the_full_batch_on_one_device():
 @pytest.mark.slow
 def test_fit_stops_with_an_error_when_a_worker_dies():
     with pytest.raises(WorkerError, match=r"exit codes \[1, 3\]") as error:
-        run_workers("fit.py", "die", timeout=150, patience=120)
+        run_workers("fit.py", "die", timeout=300, patience=120)
     assert "another worker" in str(error.value)

@@ -19,7 +19,7 @@ def run_workers(
     script: str,
     *arguments: str,
     workers: int = 2,
-    timeout: float = 180,
+    timeout: float = 400,
     patience: float = 5,
 ) -> list[str]:
     """Run `script` in every worker; return what each printed. No process is left behind.

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any, Iterable
-
-from bigbatch.errors import ArgumentError, explain
+from typing import Iterable
 
 MARGIN = 0.05
 """The part of the memory that is left free: what measuring and the allocator may be off by."""
 
 GAP = 0.2
 """How far, relative to a size that fits, the next that does not may be away."""
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclass(frozen=True)
@@ -123,35 +117,6 @@ class SizeSearch:
 def _handy(batch: int) -> Iterable[int]:
     yield from (2**power for power in range(batch.bit_length()))
     yield from (size for size in range(1, batch + 1) if batch % size == 0)
-
-
-def parse_bytes(value: Any, name: str) -> int:
-    """Return a number of bytes, given as a number or as text such as "8GiB".
-
-    Example:
-        >>> parse_bytes("1.5 GiB", "memory_limit")
-        1610612736
-    """
-    found: Any = None
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?i?)b?\s*", value.lower())
-        found = match.groups() if match else None
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        found = (str(value), "")
-    unit = {**_UNITS, **_BINARY}.get(found[1]) if found else None
-    try:
-        count = int(float(found[0]) * unit) if found and unit else 0
-    except ValueError:
-        count = 0
-    if count <= 0:
-        raise ArgumentError(
-            explain(
-                received=f"{name}={value!r}",
-                expected='a positive number of bytes, or text such as "8GiB"',
-                fix=f'pass {name}="8GiB"',
-            )
-        )
-    return count
 
 
 def readable(count: float) -> str:

@@ -77,7 +77,7 @@ class AutoEngine:
             except _OUT_OF_MEMORY as error:
                 size = min(self.microbatch_size, largest_count(self._strategy, data))
                 if size == 1:
-                    raise ContextError(_not_even_one(error.message)) from error
+                    raise ContextError(_not_even_one("a batch that is too large")) from error
             # Outside the handler, whose traceback keeps tensors alive.
             self.microbatch_size = size // 2
             warnings.warn(

@@ -16,6 +16,7 @@ from bigbatch.keras import compat
 from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.data import without_optionals
 from bigbatch.keras.patching import replaced
+from bigbatch.tf.batch import sample_count
 from bigbatch.tf.compat import outside_strategy_scope
 
 _ROWS = 16
@@ -104,7 +105,7 @@ class Sample:
         self._model = model
         self._data = data
         self._x, self._y, self._sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        self._count = int(tf.shape(tf.nest.flatten(self._x)[0])[0])
+        self._count = int(sample_count(self._x))
         self._half = self._count // 2
 
     def repeated(self, count: int) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Callable, Iterator
 
 import tensorflow as tf
+from tensorflow.python.client import device_lib
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.ops import control_flow_util
 
@@ -49,3 +50,11 @@ def variables_of(optimizer: Any) -> list[Any]:
 def per_replica_types(spec: Any) -> list[Any]:
     """Return the types of the values of all replicas; none if there is only one value."""
     return list(getattr(spec, "_value_specs", ()))
+
+
+def memory_limits() -> dict[str, int]:
+    """Return the bytes each device of this process may use, by names such as "GPU:0"."""
+    return {
+        device.name.split("device:")[-1]: device.memory_limit
+        for device in device_lib.list_local_devices()
+    }

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Callable, Iterable
 
 import tensorflow as tf
-from tensorflow.python.client import device_lib
+
+from bigbatch.tf.compat import memory_limits
 
 _STATUS = Path("/proc/self/status")
 
@@ -27,8 +28,9 @@ class Memory:
     def __init__(self, devices: Iterable[str]) -> None:
         specs = [tf.DeviceSpec.from_string(device) for device in devices]
         names = {f"{spec.device_type}:{spec.device_index}" for spec in specs}
-        # Logical CPUs share one allocator.
-        self._devices = sorted({"CPU:0" if name.startswith("CPU") else name for name in names})
+        # Next to a GPU only small things are on the CPU. Logical CPUs share one allocator.
+        others = sorted(name for name in names if not name.startswith("CPU"))
+        self._devices = others or ["CPU:0"]
         self.is_hard = True
         """Whether what does not fit ends with an error, not with the process."""
         try:
@@ -58,11 +60,8 @@ class Memory:
         if self._devices == ["CPU:0"]:
             megabytes = os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB")
             return int(megabytes) * 2**20 if megabytes else _available()
-        known = {device.name: device.memory_limit for device in device_lib.list_local_devices()}
-        limits = [
-            limit for name, limit in known.items() if name.split("device:")[-1] in self._devices
-        ]
-        return min(limits, default=None)
+        limits = memory_limits()
+        return min((limits[name] for name in self._devices if name in limits), default=None)
 
     def _resident_peak_of(self, function: Callable[[], Any]) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # start the peak from here

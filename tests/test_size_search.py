@@ -1,0 +1,53 @@
+"""Which micro-batch size to try and to choose: arithmetic, against a device that is made up."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from bigbatch.core.memory import SizeSearch, fit_line, readable
+
+
+def search(batch, largest, fixed, per_sample, is_hard=True):
+    """Return the chosen size, and all that were tried, where `largest` samples fit."""
+    limit = fixed + per_sample * largest
+    one = SizeSearch(batch, limit, is_hard=is_hard)
+    tried = []
+    while one.next_size():
+        tried.append(one.next_size())
+        peak = fixed + per_sample * tried[-1]
+        one.add(tried[-1], peak if tried[-1] <= largest else None)
+    return one.chosen, tried
+
+
+@given(st.integers(1, 700), st.integers(0, 900), st.integers(0, 10**9), st.integers(1, 10**7))
+@example(512, 300, 0, 1)
+def test_the_choice_fits_and_is_within_a_quarter_of_the_largest(batch, largest, fixed, each):
+    chosen, tried = search(batch, largest, fixed, each)
+    best = min(batch, largest)
+    assert 0.75 * best <= chosen <= best
+    assert len(tried) == len(set(tried)) <= 20  # each is an update
+    assert len([size for size in tried if size > largest]) <= 4  # an allocator waits for each
+
+
+@given(st.integers(1, 700), st.integers(2, 900), st.integers(0, 10**9), st.integers(1, 10**7))
+def test_what_would_end_the_process_is_not_tried(batch, largest, fixed, each):
+    chosen, tried = search(batch, largest, fixed, each, is_hard=False)
+    # One and two samples are tried in any case: without them nothing is known.
+    assert all(size <= max(largest, 2) for size in tried)
+    assert chosen <= max(largest, 2)
+
+
+def test_a_line_goes_through_the_two_largest_sizes():
+    line = fit_line({1: 50, 2: 50, 4: 60, 8: 100})
+    assert [line.peak(size) for size in (4, 8, 16)] == [60, 100, 180]
+    assert line.largest(180) == 16
+
+
+def test_bytes_to_read():
+    assert [readable(n) for n in (5, 2048, 3 * 2**30, 2**45)] == [
+        "5 B",
+        "2.0 KiB",
+        "3.0 GiB",
+        "32.0 TiB",
+    ]
