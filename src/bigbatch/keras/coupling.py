@@ -99,7 +99,7 @@ class Sample:
         local = compat.strategy_of(model).experimental_local_results
         rows = min(rows, _ROWS)
         data = tf.nest.map_structure(
-            lambda leaf: None if leaf is None else local(leaf)[0][: max(rows, 2)],
+            lambda leaf: None if leaf is None else _first_rows(local(leaf)[0], max(rows, 2)),
             without_optionals(data),
         )
         self._model = model
@@ -207,6 +207,12 @@ class Sample:
             finally:
                 for variable, value in state:
                     variable.assign(value)
+
+
+def _first_rows(leaf: Any, count: int) -> Any:
+    # Gathered, which copies: a slice would keep the whole batch in memory.
+    leaf = tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+    return tf.gather(leaf, tf.range(min(count, int(sample_count(leaf)))))
 
 
 def _has_rows(leaf: Any, count: int) -> bool:
