@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bigbatch.core.memory import SizeSearch, fit_line, readable
+from bigbatch.core.memory import MemoryCurve, SizeSearch, bytes_of, readable
+from bigbatch.errors import ArgumentError
 
 
 def search(batch, largest, fixed, per_sample, is_hard=True):
@@ -38,10 +40,20 @@ def test_what_would_end_the_process_is_not_tried(batch, largest, fixed, each):
     assert chosen <= max(largest, 2)
 
 
-def test_a_line_goes_through_the_two_largest_sizes():
-    line = fit_line({1: 50, 2: 50, 4: 60, 8: 100})
-    assert [line.peak(size) for size in (4, 8, 16)] == [60, 100, 180]
-    assert line.largest(180) == 16
+def test_a_curve_goes_on_through_the_two_largest_sizes():
+    curve = MemoryCurve({1: 50, 2: 50, 4: 60, 8: 100})
+    assert [curve.peak(size) for size in (1, 3, 4, 8, 16)] == [50, 55, 60, 100, 180]
+    assert [curve.largest(limit) for limit in (40, 50, 60, 99, 100, 180)] == [0, 2, 4, 7, 8, 16]
+
+
+def test_a_peak_that_does_not_grow_is_no_limit():
+    assert MemoryCurve({1: 50, 2: 50}).largest(50) >= 2**60
+
+
+@pytest.mark.parametrize("text", ["", "8 apples", "-1GiB", "0", 0, True, None, "1.2.3GB", "iB"])
+def test_no_number_of_bytes(text):
+    with pytest.raises(ArgumentError, match="memory_limit="):
+        bytes_of(text)
 
 
 def test_bytes_to_read():

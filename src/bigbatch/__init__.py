@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from bigbatch.keras.accumulate import accumulate as accumulate
     from bigbatch.keras.accumulate import microbatch_size as microbatch_size
     from bigbatch.keras.accumulate import restore as restore
+    from bigbatch.planner.measure import plan as plan
+    from bigbatch.planner.plan import Plan as Plan
     from bigbatch.tf.accumulator import GradientAccumulator as GradientAccumulator
     from bigbatch.tf.gradients import value_and_gradients as value_and_gradients
 
@@ -22,17 +24,21 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "GradientAccumulator": "bigbatch.tf.accumulator",
+    "Plan": "bigbatch.planner.plan",
     "accumulate": "bigbatch.keras.accumulate",
     "microbatch_size": "bigbatch.keras.accumulate",
+    "plan": "bigbatch.planner.measure",
     "restore": "bigbatch.keras.accumulate",
     "value_and_gradients": "bigbatch.tf.gradients",
 }
 
 __all__ = [
     "GradientAccumulator",
+    "Plan",
     "__version__",
     "accumulate",
     "microbatch_size",
+    "plan",
     "restore",
     "value_and_gradients",
 ]

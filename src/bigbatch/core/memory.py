@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Iterable
+import math
+import re
+from typing import Any, Mapping
+
+import numpy as np
+
+from bigbatch.errors import ArgumentError, explain
 
 MARGIN = 0.05
 """The part of the memory that is left free: what measuring and the allocator may be off by."""
@@ -12,41 +17,48 @@ GAP = 0.2
 """How far, relative to a size that fits, the next that does not may be away."""
 
 
-@dataclass(frozen=True)
-class MemoryLine:
-    """The peak memory of an update, as a line: `fixed + per_sample · samples`."""
+class MemoryCurve:
+    """The peak memory of an update by the size of its micro-batches, from what was measured.
 
-    fixed: float
-    per_sample: float
+    Between measured sizes it is a straight line, and beyond the largest the line through the
+    two largest: with few samples something else than activations, such as the update itself,
+    may be the peak, which then does not grow.
 
-    def peak(self, samples: int) -> int:
+    Args:
+        peaks: measured bytes, by samples per micro-batch.
+
+    Example:
+        >>> curve = MemoryCurve({1: 100, 2: 100, 4: 140, 8: 220})
+        >>> curve.peak(3), curve.peak(16), curve.largest(400)
+        (120, 380, 17)
+    """
+
+    def __init__(self, peaks: Mapping[int, int]) -> None:
+        self._points = sorted(peaks.items())
+
+    @property
+    def per_sample(self) -> float:
+        """How much one more sample takes, where it is the samples that count."""
+        if len(self._points) < 2:  # not known yet, but surely not less than nothing
+            return 0.0
+        (few, low), (many, high) = self._points[-2:]
+        return max(0.0, (high - low) / (many - few))
+
+    def peak(self, size: int) -> int:
         """Return the bytes that micro-batches of so many samples take."""
-        return round(self.fixed + self.per_sample * samples)
+        many, high = self._points[-1]
+        if size > many:
+            return round(high + self.per_sample * (size - many))
+        sizes, peaks = zip(*self._points)
+        return round(float(np.interp(size, sizes, peaks)))
 
     def largest(self, limit: float) -> int:
         """Return the most samples whose peak is within `limit`; zero if not even one is."""
-        if self.peak(1) > limit:
-            return 0
-        if self.per_sample <= 0:
-            return 2**62
-        return max(1, int((limit - self.fixed) / self.per_sample))
-
-
-def fit_line(peaks: dict[int, int]) -> MemoryLine:
-    """Return the line through measured peaks, by samples.
-
-    The two largest sizes decide: with few samples something else than activations, such as
-    the update itself, may be the peak, which then does not grow.
-
-    Example:
-        >>> fit_line({1: 100, 2: 100, 4: 140, 8: 220})
-        MemoryLine(fixed=60.0, per_sample=20.0)
-    """
-    (few, low), (many, high) = [(0, 0), *sorted(peaks.items())][-2:]
-    if not few:  # one point: not known yet, but surely not less than nothing
-        return MemoryLine(high, 0.0)
-    per_sample = max(0.0, (high - low) / (many - few))
-    return MemoryLine(high - per_sample * many, per_sample)
+        many, high = self._points[-1]
+        if high <= limit:
+            return many + int((limit - high) / self.per_sample) if self.per_sample else 2**62
+        sizes = range(1, many)
+        return max((size for size in sizes if self.peak(size) <= limit), default=0)
 
 
 class SizeSearch:
@@ -77,9 +89,9 @@ class SizeSearch:
         self._peaks: dict[int, int] = {}
 
     @property
-    def line(self) -> MemoryLine:
+    def curve(self) -> MemoryCurve:
         """How the peak grows, by what has been measured."""
-        return fit_line(self._peaks)
+        return MemoryCurve(self._peaks)
 
     def add(self, size: int, peak: int | None) -> None:
         """Note the peak memory of a size, or that it did not fit."""
@@ -97,26 +109,51 @@ class SizeSearch:
         if size >= self._too_large:
             size = self._too_large - 1 if self._too_large > self._batch else 0
             size = size or (fits + self._too_large) // 2
-        if len(self._peaks) > 1 and self.line.peak(size) > self._allowed:
-            size = min(size, self.line.largest(self._allowed))
+        if len(self._peaks) > 1 and self.curve.peak(size) > self._allowed:
+            size = min(size, self.curve.largest(self._allowed))
         return size if size > fits else 0
 
     @property
     def chosen(self) -> int:
-        """The largest size that fits, or a handy one nearly as large; zero if none does.
-
-        Powers of two and divisors of the batch are preferred if within 10 % of the largest.
-        """
-        fits = max(self._peaks, default=0)
-        if fits in (0, self._batch):
-            return fits
-        handy = [size for size in _handy(self._batch) if 0.9 * fits <= size <= fits]
-        return max(handy, default=fits)
+        """The largest size that fits, or a handy one nearly as large; zero if none does."""
+        return handy(max(self._peaks, default=0), self._batch)
 
 
-def _handy(batch: int) -> Iterable[int]:
-    yield from (2**power for power in range(batch.bit_length()))
-    yield from (size for size in range(1, batch + 1) if batch % size == 0)
+def handy(size: int, batch: int) -> int:
+    """Return a power of two or divisor of the batch within 10 % below `size`, if there is one.
+
+    Example:
+        >>> handy(67, batch=200), handy(52, batch=200), handy(45, batch=200)
+        (64, 50, 45)
+    """
+    if size >= batch:
+        return batch
+    numbers = range(math.ceil(0.9 * size), size + 1)
+    return max((n for n in numbers if n and (n & (n - 1) == 0 or batch % n == 0)), default=size)
+
+
+def bytes_of(text: Any) -> int:
+    """Return a number of bytes that may be written with a unit, or raise.
+
+    Example:
+        >>> bytes_of("8GiB"), bytes_of("1.5 GB"), bytes_of(4096)
+        (8589934592, 1500000000, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*([kmgt]?)(i?)b?\s*", str(text).lower())
+    count = 0
+    if match and not isinstance(text, bool):
+        number, prefix, binary = match.groups()
+        base = 1024 if binary else 1000
+        count = round(float(number) * base ** " kmgt".index(prefix or " "))
+    if count < 1:
+        raise ArgumentError(
+            explain(
+                received=f"memory_limit={text!r}",
+                expected="a number of bytes, or a text such as '8GiB', '800MB'",
+                fix="pass the memory of the device that is to train, for example '8GiB'",
+            )
+        )
+    return count
 
 
 def readable(count: float) -> str:

@@ -10,6 +10,7 @@ from bigbatch.core.window import AccumulationSteps
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.keras.hooks import attach, detach, size_of
 from bigbatch.keras.setting import Setting
+from bigbatch.tf.auto import chosen_size
 
 
 def accumulate(
@@ -73,7 +74,7 @@ def accumulate(
         >>> int(model.optimizer.iterations)  # 256 + 256 + 88 samples
         3
     """
-    _check_model(model)
+    check_model(model)
     setting = Setting(microbatch_size, accumulation_steps, batch_norm, coupled)
     detach(model)
     attach(model, setting)
@@ -83,11 +84,16 @@ def accumulate(
 def microbatch_size(model: Any) -> int | None:
     """Return the samples per micro-batch (and replica) with which a model trains.
 
+    Args:
+        model: a model, or a `loss_fn` that was passed to `value_and_gradients` with "auto".
+
     Returns:
         The number given to `accumulate`, or the one that "auto" has chosen; `None` if it has
         not chosen yet, in window mode, and for a model that does not accumulate.
     """
-    _check_model(model)
+    if callable(model) and not isinstance(model, keras.Model):
+        return chosen_size(model)
+    check_model(model)
     return size_of(model)
 
 
@@ -99,12 +105,13 @@ def restore(model: Any) -> Any:
     Returns:
         The same model.
     """
-    _check_model(model)
+    check_model(model)
     detach(model)
     return model
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise if `model` is not a Keras model that can be trained here."""
     if not isinstance(model, keras.Model) or keras.backend.backend() != "tensorflow":
         raise ArgumentError(
             explain(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Callable
 
 import tensorflow as tf
 
 from bigbatch.core.memory import readable
-from bigbatch.errors import ArgumentError, ContextError, explain
+from bigbatch.errors import ContextError
 from bigbatch.keras import compat
 from bigbatch.keras.data import is_iterator, largest_count, next_batches, without_optionals
 from bigbatch.keras.split import SplitEngine
-from bigbatch.keras.trial import largest_that_fits
+from bigbatch.keras.trial import largest_trial_that_fits, memory_of
+from bigbatch.tf.replicas import largest_of_all
+from bigbatch.tf.trial import not_even_one, warn_of_smaller_size
 
 _OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
 
@@ -35,15 +36,6 @@ class AutoEngine:
         self._engine = engine
         self._say = say
         self._strategy = compat.strategy_of(model)
-        if isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy):
-            # A worker that tries or repeats something the others do not would wait for ever.
-            raise ArgumentError(
-                explain(
-                    received='microbatch_size="auto" under MultiWorkerMirroredStrategy',
-                    expected="a number, on which workers need not agree while they train",
-                    fix='find it with "auto" on one worker: bigbatch.microbatch_size(model)',
-                )
-            )
         self.microbatch_size: int | None = None
         """The samples per micro-batch and replica, once they are chosen."""
 
@@ -75,35 +67,19 @@ class AutoEngine:
                 with self._engine.state.undone_if(_OUT_OF_MEMORY):
                     return self._engine.train_on(data, self.microbatch_size)
             except _OUT_OF_MEMORY as error:
-                size = min(self.microbatch_size, largest_count(self._strategy, data))
+                count = largest_of_all(self._strategy, largest_count(self._strategy, data))
+                size = min(self.microbatch_size, count)
                 if size == 1:
-                    raise ContextError(_not_even_one("a batch that is too large")) from error
+                    raise ContextError(not_even_one(memory_of(self._model), error)) from error
             # Outside the handler, whose traceback keeps tensors alive.
             self.microbatch_size = size // 2
-            warnings.warn(
-                f"bigbatch: out of memory with micro-batches of {size} samples. The batch was "
-                f"rolled back and is run again with {self.microbatch_size}; batches and "
-                "updates stay what they are.",
-                stacklevel=2,
-            )
+            warn_of_smaller_size(size, self.microbatch_size)
 
     def _choose(self, data: Any) -> int:
-        found = largest_that_fits(self._model, self._engine.train_on, data)
-        if not found.size:
-            limit = readable(found.limit or 0)
-            raise ContextError(_not_even_one(f"{limit} are not enough for an update"))
+        found = largest_trial_that_fits(self._model, self._engine.train_on, data)
         if found.limit is not None:
             self._say(
                 f"bigbatch: micro-batches of {found.size} samples, which take about "
                 f"{readable(found.peak)} of {readable(found.limit)}"
             )
         return found.size
-
-
-def _not_even_one(reason: str) -> str:
-    return explain(
-        received=f"a device without memory for one sample at a time ({reason})",
-        expected="memory for the weights, the optimizer, one set of gradients, and one sample",
-        fix="use a smaller model, mixed precision, an optimizer with fewer slots, shorter "
-        "sequences, or a device with more memory",
-    )

@@ -22,6 +22,11 @@ def strategy_of(model: Any) -> Any:
     return model.distribute_strategy
 
 
+def is_multi_worker(model: Any) -> bool:
+    """Say whether a model is trained by several processes together."""
+    return isinstance(strategy_of(model), tf.distribute.MultiWorkerMirroredStrategy)
+
+
 def build(model: Any, data: Any) -> bool:
     """Create the state of a model, its metrics, loss and optimizer for such `data`.
 

@@ -18,7 +18,8 @@ from bigbatch.keras.announcement import Epoch, announcement, warn_of_conflicts
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.data import on_next, without_optionals
 from bigbatch.keras.setting import Setting
-from bigbatch.keras.trial import largest_that_fits
+from bigbatch.keras.trial import largest_trial_that_fits
+from bigbatch.tf.auto import AUTO
 
 _HOOKS = "_bigbatch_hooks"
 _LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
@@ -29,7 +30,7 @@ class _Hooks:
 
     def __init__(self, model: Any, setting: Setting) -> None:
         self._model = model
-        self._setting = setting
+        self.setting = setting
         self._fit_arguments: dict[str, Any] | None = None
         self._is_quiet = False
         self._logs: Any = None
@@ -43,9 +44,7 @@ class _Hooks:
             compat.BUILD_BEFORE_FIT: self.build,
             compat.END_OF_EPOCH: self.end_epoch,
         }
-        self._is_multi_worker = isinstance(
-            compat.strategy_of(model), tf.distribute.MultiWorkerMirroredStrategy
-        )
+        self._is_multi_worker = compat.is_multi_worker(model)
         if self._is_multi_worker:
             self.methods["make_test_function"] = self.make_test_function
 
@@ -64,7 +63,7 @@ class _Hooks:
                 raise _lost_worker(error) from error
             if self.engine is not None:
                 self.engine.roll_back()
-            size = self._setting.microbatch_size
+            size = self.setting.microbatch_size
             if isinstance(error, tf.errors.ResourceExhaustedError) and isinstance(size, int):
                 raise _out_of_memory(size, self._size_that_fits(size)) from error
             raise
@@ -78,7 +77,7 @@ class _Hooks:
             return None
         data = samples.repeated(2 * too_large)
         with contextlib.suppress(Exception):  # there is an error to report already
-            found = largest_that_fits(
+            found = largest_trial_that_fits(
                 self._model,
                 self.engine.train_on,
                 data,
@@ -91,7 +90,7 @@ class _Hooks:
     @property
     def microbatch_size(self) -> int | None:
         """The samples per micro-batch, if they are known."""
-        size = self._setting.microbatch_size
+        size = self.setting.microbatch_size
         return size if isinstance(size, int) else getattr(self.engine, "microbatch_size", None)
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -105,8 +104,8 @@ class _Hooks:
         callbacks = arguments.get("callbacks") or ()
         callbacks = getattr(callbacks, "callbacks", callbacks)
         is_one = not isinstance(callbacks, (list, tuple))
-        warn_of_conflicts(self._setting, epoch, [callbacks] if is_one else callbacks)
-        self._say(announcement(self._model, self._setting, epoch))
+        warn_of_conflicts(self.setting, epoch, [callbacks] if is_one else callbacks)
+        self._say(announcement(self._model, self.setting, epoch))
 
     def _say(self, text: str) -> None:
         if not self._is_quiet:
@@ -120,7 +119,7 @@ class _Hooks:
         model = self._model
         if model.train_function is None or force:
             _check_optimizers(model)
-            self.engine = self._setting.make_engine(model, self._say)
+            self.engine = self.setting.make_engine(model, self._say)
             model.train_function = self.train
         return model.train_function
 
@@ -177,6 +176,12 @@ def size_of(model: Any) -> int | None:
     """Return the micro-batch size of a model, if there is one."""
     hooks = vars(model).get(_HOOKS)
     return hooks and hooks.microbatch_size
+
+
+def setting_of(model: Any) -> Setting:
+    """Return how a model accumulates, or would if it was asked to choose."""
+    hooks = vars(model).get(_HOOKS)
+    return hooks.setting if hooks else Setting(microbatch_size=AUTO)
 
 
 def _out_of_memory(size: int, fitting: int | None) -> ContextError:

@@ -78,6 +78,11 @@ class Runner:
                     if key not in self._sums:
                         self._sums[key] = DenseSum(variable)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes in which gradients are added up, once a micro-batch has been traced."""
+        return sum(one.bytes for one in self._sums.values() if one.is_used)
+
     def open(self, graph: Any = None) -> None:
         """Begin a batch on this replica; what its micro-batches do has been traced."""
         del graph

@@ -8,23 +8,23 @@ from typing import Any, Callable
 from bigbatch.core.arguments import positive_integer
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.errors import ArgumentError, explain
+from bigbatch.keras import compat
 from bigbatch.keras.auto import AutoEngine
 from bigbatch.keras.batch_norm import MODES
 from bigbatch.keras.coupled import CoupledEngine, CoupledWindowEngine
 from bigbatch.keras.split import SplitEngine
+from bigbatch.keras.together import TogetherEngine
 from bigbatch.keras.window import WindowEngine
-
-AUTO = "auto"
-"""The micro-batch size that stands for the largest that fits the device."""
+from bigbatch.tf.auto import AUTO
 
 
 @dataclass(frozen=True)
 class Setting:
     """The arguments of `accumulate`, checked."""
 
-    microbatch_size: int | str | None
-    accumulation_steps: AccumulationSteps
-    batch_norm: str
+    microbatch_size: int | str | None = None
+    accumulation_steps: AccumulationSteps = None
+    batch_norm: str = "pooled"
     coupled: bool = False
 
     def __post_init__(self) -> None:
@@ -65,14 +65,30 @@ class Setting:
         """Return what trains a compiled model, and may say something about it."""
         size = self.microbatch_size
         if size == AUTO:
-            engine = (CoupledEngine if self.coupled else SplitEngine)(
-                model, UNBOUNDED, self.batch_norm
-            )
-            return AutoEngine(model, engine, say)
+            return AutoEngine(model, self._engine_that_may_fail(model), say)
         if self.accumulation_steps == 1:
             size = UNBOUNDED  # one batch per update is that batch in one micro-batch
         if isinstance(size, int):
-            split = CoupledEngine if self.coupled else SplitEngine
-            return split(model, size, self.batch_norm)
+            return self.make_split_engine(model, size)
         window = CoupledWindowEngine if self.coupled else WindowEngine
         return window(model, self.accumulation_steps, self.batch_norm)
+
+    def make_split_engine(self, model: Any, size: int = UNBOUNDED) -> SplitEngine:
+        """Return what trains a compiled model on whole batches, whatever the mode is."""
+        split = CoupledEngine if self.coupled else SplitEngine
+        return split(model, size, self.batch_norm)
+
+    def _engine_that_may_fail(self, model: Any) -> SplitEngine:
+        """Return what trains on whole batches, and may run out of memory without harm."""
+        if not compat.is_multi_worker(model):
+            return self.make_split_engine(model)
+        if self.coupled:
+            raise ArgumentError(
+                explain(
+                    received='microbatch_size="auto" and coupled=True under '
+                    "MultiWorkerMirroredStrategy",
+                    expected="a number: workers wait for each other in the middle of a batch",
+                    fix='find it with "auto" on one worker: bigbatch.microbatch_size(model)',
+                )
+            )
+        return TogetherEngine(model, UNBOUNDED, self.batch_norm)

@@ -81,6 +81,11 @@ class SplitEngine:
         several = self._runner.strategy.num_replicas_in_sync > 1
         return None if several else self._first_look.sample
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes in which gradients are added up, once an update has been made."""
+        return self._runner.buffer_bytes
+
     def train_on(self, data: Any, size: int) -> dict[str, Any]:
         """Make one update from a batch, in micro-batches of `size` samples; return the logs."""
         data = without_optionals(data)
@@ -123,26 +128,28 @@ class SplitEngine:
 
     def _local(self, data: Any, size: Any) -> list[Any]:
         """Run this replica's share of a batch as micro-batches."""
-        several = self._runner.strategy.num_replicas_in_sync > 1
         batch = self._batch(data)
         size = self._size_for(batch) if size is None else size
-        count = tf.cast(batch.count, WEIGHT_DTYPE)
-        whole = Whole(count, None if several else count)
         try:
-            sums = self._run(batch, size, whole)
+            sums = self._run(batch, size)
         except DenominatorsNeededError:
-            whole = self._runner.whole(self._total(self._runner.counts, batch, size))
-            sums = self._run(batch, size, whole)
-        sums["samples"] = count
+            counts = self._total(self._runner.counts, batch, size)
+            sums = self._run(batch, size, self._runner.whole(counts))
         known = batch.count if isinstance(batch.count, int) else None
-        return self._runner.close(sums, count, known)
+        return self._runner.close(sums, sums["samples"], known)
 
     def _batch(self, data: Any) -> Batch:
         return Batch((data,), may_be_empty=self._runner.strategy.num_replicas_in_sync > 1)
 
-    def _run(self, batch: Batch, size: Any, whole: Whole) -> dict[str, Any]:
+    def _run(self, batch: Batch, size: Any, whole: Whole | None = None) -> dict[str, Any]:
+        """Run micro-batches; raise, while tracing, if denominators of the whole are needed."""
+        count = tf.cast(batch.count, WEIGHT_DTYPE)
+        if whole is None:
+            several = self._runner.strategy.num_replicas_in_sync > 1
+            whole = Whole(count, None if several else count)
         compute = functools.partial(self._runner.run, whole=whole)
-        return self._total(compute, batch, size, begin=self._runner.open)
+        sums = self._total(compute, batch, size, begin=self._runner.open)
+        return {**sums, "samples": count}
 
     def _total(self, compute: Any, batch: Batch, size: Any, **options: Any) -> Any:
         jit_compile = self._model.jit_compile

@@ -16,7 +16,7 @@ END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 """How an iterator says that it has no more batches."""
 
 
-_HALF_UPDATED = explain(
+HALF_UPDATED = explain(
     received="an optimizer that ran out of memory in the middle of an update",
     expected="memory for the update itself, which is the same for every micro-batch size",
     fix="some weights are updated and some are not: load them from a checkpoint, and use an "
@@ -77,7 +77,7 @@ class State:
             yield
         except error as failure:
             if self._snapshot.is_dropped:
-                raise ContextError(_HALF_UPDATED) from failure
+                raise ContextError(HALF_UPDATED) from failure
             self.restore()
             raise
 

@@ -58,6 +58,11 @@ class DenseSum:
         self.is_used = False
         """Whether anything has ever been added, or has been traced to be."""
 
+    @property
+    def bytes(self) -> int:
+        """What it takes while it is open."""
+        return self._dtype.size * self._shape.num_elements()
+
     def open(self) -> None:
         """Start from zero."""
         self._is_open = True

@@ -9,6 +9,7 @@ import tensorflow as tf
 from bigbatch.core.arguments import positive_integer
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.tf import replicas
+from bigbatch.tf.auto import AUTO, auto_size
 from bigbatch.tf.batch import Batch, sample_count
 from bigbatch.tf.checks import checked_loss
 from bigbatch.tf.compat import like_the_caller
@@ -22,7 +23,7 @@ def value_and_gradients(
     variables: Any,
     batch: Any,
     *,
-    microbatch_size: int,
+    microbatch_size: int | str,
     coupled: bool = False,
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
@@ -54,7 +55,11 @@ def value_and_gradients(
         variables: what to differentiate by; any nest of variables.
         batch: tensors with one common first dimension, in any nest. A tuple or list is
             passed as arguments, anything else as one argument.
-        microbatch_size: samples per micro-batch; the last one may be smaller.
+        microbatch_size: samples per micro-batch; the last one may be smaller. "auto": the
+            largest that fits the device, chosen at the first call with `loss_fn` and
+            `variables`, and halved if a call runs out of memory all the same; it can be read
+            by `bigbatch.microbatch_size(loss_fn)`. Called eagerly; `loss_fn` is compiled into
+            a `tf.function`.
         coupled: whether samples of the batch meet in the loss; needs `forward`, and `loss_fn`
             then takes its outputs as first argument.
         forward: the part of the computation before the loss, if `coupled`. Returns tensors
@@ -88,30 +93,30 @@ def value_and_gradients(
         >>> print(f"{loss.numpy():.4f} {gradients[0].numpy():.4f}")
         1.7778 0.8889
     """
-    if coupled or forward is not None:
-        if not coupled or forward is None:
-            raise ArgumentError(
-                explain(
-                    received=f"coupled={coupled!r} and forward={forward!r}",
-                    expected="coupled=True together with forward, or neither",
-                    fix="pass forward=..., coupled=True and a loss_fn(outputs, *batch)",
-                )
+    if coupled != (forward is not None):
+        raise ArgumentError(
+            explain(
+                received=f"coupled={coupled!r} and forward={forward!r}",
+                expected="coupled=True together with forward, or neither",
+                fix="pass forward=..., coupled=True and a loss_fn(outputs, *batch)",
             )
-        return coupled_value_and_gradients(
-            like_the_caller(forward),
-            like_the_caller(loss_fn),
-            variables,
-            batch,
-            positive_integer(microbatch_size, "microbatch_size"),
         )
-    return _value_and_gradients(like_the_caller(loss_fn), variables, batch, microbatch_size)
+
+    def compute(batch: Any, size: Any) -> tuple[Any, Any]:
+        if forward is None:
+            return _value_and_gradients(like_the_caller(loss_fn), variables, batch, size)
+        functions = like_the_caller(forward), like_the_caller(loss_fn)
+        return coupled_value_and_gradients(*functions, variables, batch, size)
+
+    if microbatch_size == AUTO:
+        return auto_size(loss_fn, variables, compute)(Batch(batch, may_be_empty=False))
+    return compute(batch, positive_integer(microbatch_size, "microbatch_size"))
 
 
 @tf.autograph.experimental.do_not_convert
 def _value_and_gradients(
-    loss_fn: Callable[..., Any], variables: Any, batch: Any, microbatch_size: int
+    loss_fn: Callable[..., Any], variables: Any, batch: Any, microbatch_size: Any
 ) -> tuple[Any, Any]:
-    microbatch_size = positive_integer(microbatch_size, "microbatch_size")
     many_replicas = replicas.inside_one_of_many()
     samples = Batch(batch, may_be_empty=many_replicas)
     count = tf.cast(samples.count, WEIGHT_DTYPE)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any, Callable, Iterable
 
+import numpy as np
 import tensorflow as tf
 
 from bigbatch.tf.compat import memory_limits
@@ -51,6 +52,24 @@ class Memory:
             tf.config.experimental.get_memory_info(device)["peak"] for device in self._devices
         )
 
+    def in_use(self) -> int:
+        """Return the bytes in use on the device that has the most. `limit` must be known."""
+        if not self.is_hard:
+            return _kilobytes(_STATUS, "VmRSS")
+        return max(map(self._current, self._devices))
+
+    def missing(self, message: str) -> int | None:
+        """Return about how many bytes were missing, from what a failed allocation says.
+
+        What was asked for and is not there, next to the most that was in use.
+        """
+        wanted = _wanted(message)
+        if wanted is None or self.limit is None or not self.is_hard:
+            return None
+        info = tf.config.experimental.get_memory_info
+        in_use = max(info(device)["peak"] for device in self._devices)
+        return max(1, min(wanted, in_use + wanted - self.limit))
+
     def _current(self, device: str) -> int:
         return tf.config.experimental.get_memory_info(device)["current"]
 
@@ -67,6 +86,16 @@ class Memory:
         Path("/proc/self/clear_refs").write_text("5")  # start the peak from here
         function()
         return _kilobytes(_STATUS, "VmHWM")
+
+
+def _wanted(message: str) -> int | None:
+    """Return the bytes of the tensor that could not be allocated, if the message says."""
+    match = re.search(r"tensor with shape\[([\d,]*)\] and type (\w+)", message)
+    if match is None:
+        match = re.search(r"allocate (\d+) bytes", message)
+        return int(match.group(1)) if match else None
+    shape = [int(length) for length in match.group(1).split(",") if length]
+    return tf.as_dtype(match.group(2)).size * int(np.prod(shape, dtype=np.int64))
 
 
 def _available() -> int | None:

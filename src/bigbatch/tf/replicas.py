@@ -32,6 +32,22 @@ def gather_from_inside(tensor: Any) -> Any:
     return tf.cast(tf.ensure_shape(rows, [None, *tensor.shape[1:]]), tensor.dtype)
 
 
+def largest_of_all(strategy: Any, value: int) -> int:
+    """Return the largest of the values that the workers of a strategy call this with.
+
+    Called eagerly, on each of them.
+    """
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return int(value)
+
+    def everyone(value: Any) -> Any:
+        return strategy.run(gather_from_inside, args=(value,))
+
+    # A function: values travel by operations that only a graph puts into an order.
+    values = tf.function(everyone, autograph=False)(tf.constant([int(value)], tf.int64))
+    return int(tf.reduce_max(strategy.experimental_local_results(values)[0]))
+
+
 def sum_from_outside(
     strategy: Any,
     variables: list[Any],

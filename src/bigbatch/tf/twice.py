@@ -70,7 +70,7 @@ class TwoPasses:
                 function = tf.function(forward, autograph=False)
                 graph = function.get_concrete_function(*self._batch.specs_of_arguments()).graph
             _check_random(graph)
-            self._changed = _changed_in(graph)
+            self._changed = changed_in(graph)
             self._before = [variable.read_value() for variable in self._changed]
 
         return total(
@@ -101,7 +101,7 @@ class TwoPasses:
         return sums
 
 
-def _changed_in(graph: Any) -> list[Any]:
+def changed_in(graph: Any) -> list[Any]:
     """Return the variables that a graph may change: does anything else than read."""
     inside = {id(outer): inner for outer, inner in graph.captures}
     return [

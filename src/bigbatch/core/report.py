@@ -1,0 +1,72 @@
+"""What users are shown: tables and sentences, as text for terminals and as HTML."""
+
+from __future__ import annotations
+
+import html
+import io
+from dataclasses import dataclass
+from typing import Any, Sequence, Tuple
+
+_WIDTH = 88
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; the first column is text, the others are numbers."""
+
+    headings: Tuple[str, ...]
+    rows: Sequence[Tuple[str, ...]]
+    marked: int | None = None
+    """The row that stands out, if any."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A title, tables, and sentences."""
+
+    title: str
+    tables: Sequence[Table]
+    notes: Sequence[str] = ()
+
+    def __rich__(self) -> Any:
+        """Return the report for a terminal."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        parts: list[Any] = [Text(self.title, style="bold")]
+        for table in self.tables:
+            drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+            for index, heading in enumerate(table.headings):
+                drawn.add_column(Text(heading), justify="right" if index else "left")
+            for index, row in enumerate(table.rows):
+                style = "bold green" if index == table.marked else ""
+                drawn.add_row(*map(Text, row), style=style)
+            parts.append(drawn)
+        parts += [Text(f"- {note}") for note in self.notes]
+        return Group(*parts)
+
+    def text(self) -> str:
+        """Return the report as plain text."""
+        from rich.console import Console
+
+        stream = io.StringIO()
+        Console(file=stream, width=_WIDTH, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
+
+    def html(self) -> str:
+        """Return the report for a notebook."""
+        parts = [f"<p><b>{html.escape(self.title)}</b></p>"]
+        for table in self.tables:
+            parts.append(f"<table><thead>{_row('th', table.headings)}</thead><tbody>")
+            for index, row in enumerate(table.rows):
+                parts.append(_row("td", row, is_bold=index == table.marked))
+            parts.append("</tbody></table>")
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        return "".join([*parts, f"<ul>{notes}</ul>"])
+
+
+def _row(tag: str, cells: Sequence[str], *, is_bold: bool = False) -> str:
+    opening = f"<{tag} style='font-weight: bold'>" if is_bold else f"<{tag}>"
+    return f"<tr>{''.join(f'{opening}{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -1,0 +1,1 @@
+"""Memory: what an update takes, predicted from measurements, for devices here and elsewhere."""

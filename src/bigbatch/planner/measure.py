@@ -1,0 +1,333 @@
+"""`plan`: try micro-batches of several sizes on this device, and plan for this or another."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from typing import Any, Callable, Iterable, Iterator
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from bigbatch.core.arguments import positive_integer
+from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of
+from bigbatch.errors import ArgumentError, ContextError, explain
+from bigbatch.keras import compat
+from bigbatch.keras.accumulate import check_model
+from bigbatch.keras.collector import optimizers_of
+from bigbatch.keras.coupling import Sample
+from bigbatch.keras.hooks import setting_of
+from bigbatch.keras.trial import all_variables_of, memory_of, unchanged
+from bigbatch.planner.plan import Measurement, Parts, Plan
+from bigbatch.tf.batch import sample_count
+from bigbatch.tf.trial import peak_of
+
+_ROUGH = (
+    "memory was measured as that of the process, which is rough: set "
+    "TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported to count every byte"
+)
+
+
+def plan(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    *,
+    batch_size: int,
+    memory_limit: int | str | None = None,
+    sample_weight: Any = None,
+    measure_time: bool = False,
+    verbose: bool = True,
+) -> Plan:
+    """Plan how to train with a batch size: which micro-batch fits, and what it takes.
+
+    Makes updates with micro-batches of several sizes, reads how much memory they take, and
+    undoes them: the model is as before (and built, if it was not). A model for which
+    `accumulate` has been called is planned for as it is set up there.
+
+    Args:
+        model: a compiled Keras 3 model (TensorFlow backend).
+        x: inputs, as `fit` takes them: arrays or tensors, in any nest; or a `tf.data.Dataset`
+            or `keras.utils.PyDataset` of batches, of which the one with the longest samples is
+            planned for.
+        y: targets; `None` if `x` has them, or there are none.
+        batch_size: the samples of an update, on all replicas.
+        memory_limit: the memory to plan for, in bytes or as text ("8GiB"): of a device that
+            has it for this model alone. If not given, what this device has.
+        sample_weight: weights of the samples, if there are any.
+        measure_time: whether to measure the time of an update, too.
+        verbose: whether to show progress.
+
+    Returns:
+        The plan: `print` it, or see `Plan`.
+
+    Example:
+        >>> import keras
+        >>> import numpy as np
+        >>> import bigbatch
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> plan = bigbatch.plan(
+        ...     model, np.ones((64, 4)), np.ones((64, 1)), batch_size=64, verbose=False
+        ... )
+        >>> plan.microbatch_size, plan.microbatches  # it all fits
+        (64, 1)
+    """
+    check_model(model)
+    batch_size = positive_integer(batch_size, "batch_size")
+    limit = None if memory_limit is None else bytes_of(memory_limit)
+    if not getattr(model, "compiled", False):
+        raise ArgumentError(
+            explain(
+                received="a model that has not been compiled",
+                expected="a model with a loss and an optimizer, which take memory too",
+                fix="call model.compile(...) first",
+            )
+        )
+    if compat.is_multi_worker(model):
+        raise ArgumentError(
+            explain(
+                received="a model under MultiWorkerMirroredStrategy",
+                expected="a model on one worker: what one takes does not depend on the others",
+                fix="plan for the same model without the strategy, with one worker's batch",
+            )
+        )
+    trials = _Trials(model, _longest(x, y, sample_weight), batch_size)
+    with trials.undone(), _progress(verbose) as say:
+        return trials.plan(limit, measure_time, say)
+
+
+class _Trials:
+    """Updates that are tried to see what they take.
+
+    Args:
+        model: a compiled Keras model.
+        data: a batch with samples as large as they get.
+        batch_size: the samples of an update, on all replicas.
+    """
+
+    def __init__(self, model: Any, data: Any, batch_size: int) -> None:
+        self._model = model
+        self._strategy = compat.strategy_of(model)
+        self._batch_size = batch_size
+        self._share = -(-batch_size // self._strategy.num_replicas_in_sync)
+        compat.build_under_strategy(model, None, data)
+        self._engine = setting_of(model).make_split_engine(model)
+        self._engine.prepare(data)
+        self._sample = Sample(model, data)
+        self._bytes_per_sample = _bytes(self._sample.repeated(1))
+        self._memory = memory_of(model)
+        if self._memory.limit is None:
+            raise ContextError(
+                explain(
+                    received="a device that does not say how much memory is in use",
+                    expected="a GPU, a CPU on Linux, or TensorFlow's own allocator on the CPU",
+                    fix="set TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported",
+                )
+            )
+        self._others = self._memory.in_use() - self._state_bytes()
+        self._put_back: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Return a block after which the model is as before."""
+        with unchanged(self._model) as self._put_back:
+            yield
+
+    def plan(self, limit: int | None, measure_time: bool, say: Callable[[str], None]) -> Plan:
+        """Return a plan for a device with so many bytes, or for this one."""
+        here = self._here()
+        limit = here if limit is None else limit
+        peaks: dict[int, int] = {}
+        seconds: dict[int, float] = {}
+        for size in _sizes(self._share):
+            # More than one size, or nothing is known of what a sample takes.
+            if len(peaks) > 1:
+                predicted = MemoryCurve(peaks).peak(size)
+                if predicted > (1 - MARGIN) * here or min(peaks.values()) > limit:
+                    break
+            say(f"micro-batches of {size} of {self._share} samples")
+            peak = peak_of(self._memory, size, self._run, self._put_back)
+            if peak is None:
+                break
+            untried = self._share - min(2 * size, self._share)
+            peaks[size] = peak - self._others + untried * self._bytes_per_sample
+            if measure_time:
+                seconds[size] = self._seconds(size)
+        if not peaks:
+            raise ContextError(
+                explain(
+                    received="a device without memory for one sample at a time",
+                    expected="memory to try a few samples at least",
+                    fix="make the plan on a larger device, such as a CPU, with memory_limit",
+                )
+            )
+        measured = (Measurement(n, peak, seconds.get(n)) for n, peak in peaks.items())
+        return Plan(
+            self._batch_size,
+            self._strategy.num_replicas_in_sync,
+            limit,
+            self._parts(MemoryCurve(peaks)),
+            tuple(measured),
+            () if self._memory.is_hard else (_ROUGH,),
+        )
+
+    def _here(self) -> int:
+        """Return the bytes that this device has for the model."""
+        assert self._memory.limit is not None
+        return self._memory.limit - self._others
+
+    def _batch(self, samples: int) -> Any:
+        distribute = self._strategy.experimental_distribute_values_from_function
+        return distribute(lambda _: self._sample.repeated(min(samples, self._share)))
+
+    def _run(self, size: int) -> None:
+        # Two micro-batches, so that what is added up is there too.
+        self._engine.train_on(self._batch(2 * size), size)
+
+    def _seconds(self, size: int) -> float:
+        """Return the time of an update, from those of a short and a less short one."""
+        times = []
+        for samples in (min(k * size, self._share) for k in (2, 6)):
+            data = self._batch(samples)
+            taken = []
+            for _ in range(3):
+                start = time.perf_counter()
+                self._engine.train_on(data, size)
+                taken.append(time.perf_counter() - start)
+            times.append((samples, statistics.median(taken)))
+        self._put_back()
+        (few, short), (many, long) = times
+        if few == many:
+            return long
+        return max(long, long + (long - short) / (many - few) * (self._share - many))
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of variables on the device that has the most of them."""
+        by_device: dict[str, int] = {}
+        for variable in all_variables_of(self._model):
+            # Logical CPUs share one memory.
+            spec = tf.DeviceSpec.from_string(variable.device)
+            device = "CPU" if spec.device_type == "CPU" else variable.device
+            by_device[device] = by_device.get(device, 0) + _bytes(variable)
+        return max(by_device.values())
+
+    def _parts(self, curve: MemoryCurve) -> Parts:
+        weights = _bytes(list(self._model.weights))
+        return Parts(
+            weights=weights,
+            optimizer=_bytes([one.variables for one in optimizers_of(self._model)]),
+            gradients=self._engine.buffer_bytes,
+            batch=self._share * self._bytes_per_sample,
+            activations_per_sample=round(curve.per_sample),
+        )
+
+
+def _sizes(share: int) -> Iterable[int]:
+    """Return powers of two up to the whole, and the whole."""
+    size = 1
+    while size < share:
+        yield size
+        size *= 2
+    yield share
+
+
+def _bytes(values: Any) -> int:
+    """Return how many bytes variables and tensors have."""
+    count = 0
+    for leaf in tf.nest.flatten(values, expand_composites=True):
+        if leaf is not None:
+            size = tf.as_dtype(leaf.dtype).size
+            count += size * int(np.prod(leaf.shape, dtype=np.int64))
+    return count
+
+
+def _longest(x: Any, y: Any, sample_weight: Any) -> Any:
+    """Return a batch whose samples are as large as they get in the data."""
+    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)):
+        if y is not None or sample_weight is not None:
+            raise ArgumentError(
+                explain(
+                    received=f"y or sample_weight next to x={type(x).__name__}",
+                    expected="a data set that has its targets and weights",
+                    fix="leave y and sample_weight out",
+                )
+            )
+        return _longest_batch(x)
+    data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+    data = data if isinstance(data, tuple) else (data,)
+    return _longest_row(tf.nest.map_structure(_tensor, data))
+
+
+def _tensor(leaf: Any) -> Any:
+    # A few rows of an array are enough, and the whole may be large.
+    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(np.asarray(leaf[:16]))
+
+
+def _longest_batch(batches: Any) -> Any:
+    if isinstance(batches, tf.data.Dataset):
+        count = int(batches.cardinality())
+        batches = batches if count != tf.data.INFINITE_CARDINALITY else None
+    else:
+        count = batches.num_batches
+        batches = None if count is None else map(batches.__getitem__, range(count))
+    if batches is None:
+        raise ArgumentError(
+            explain(
+                received="a data set without end",
+                expected="one that can be looked through for the longest samples",
+                fix="pass a part of it: dataset.take(100)",
+            )
+        )
+    longest, most = None, -1.0
+    for batch in batches:
+        batch = batch if isinstance(batch, tuple) else (batch,)
+        batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
+        batch = _longest_row(batch)
+        size = _bytes(batch) / max(1, int(sample_count(batch)))
+        if size > most:
+            longest, most = batch, size
+    if longest is None:
+        raise ArgumentError(
+            explain(
+                received="a data set without batches",
+                expected="one batch at least",
+                fix="pass the data the model is to be trained with",
+            )
+        )
+    return longest
+
+
+def _longest_row(data: Any) -> Any:
+    """Return the longest sample alone, if samples of a batch differ in length."""
+    ragged = [leaf for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.RaggedTensor)]
+    if not ragged:
+        return data
+    lengths = tf.add_n([tf.cast(_elements(leaf), tf.float32) for leaf in ragged])
+    row = tf.argmax(lengths)[tf.newaxis]
+    return tf.nest.map_structure(lambda leaf: tf.gather(leaf, row), data)
+
+
+def _elements(ragged: Any) -> Any:
+    counts = tf.ones_like(ragged, tf.int64)
+    while counts.shape.rank > 1:
+        counts = tf.reduce_sum(counts, axis=-1)
+    return counts
+
+
+@contextlib.contextmanager
+def _progress(verbose: bool) -> Iterator[Callable[[str], None]]:
+    """Return a block with a way to say what is being measured, on the error stream."""
+    if not verbose:
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(f"bigbatch: measuring {text}", highlight=False)
+        return
+    with console.status("bigbatch: measuring") as status:
+        yield lambda text: status.update(f"bigbatch: measuring {text}")

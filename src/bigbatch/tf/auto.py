@@ -1,0 +1,121 @@
+"""Micro-batches as large as the device has memory for, in loops without Keras."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from bigbatch.errors import ArgumentError, ContextError, explain
+from bigbatch.tf import replicas
+from bigbatch.tf.batch import Batch
+from bigbatch.tf.memory import Memory
+from bigbatch.tf.trial import largest_that_fits, not_even_one, warn_of_smaller_size
+from bigbatch.tf.twice import changed_in
+
+AUTO = "auto"
+"""The micro-batch size that stands for the largest that fits the device."""
+
+_CHOICES = "_bigbatch_choices"
+
+
+class AutoSize:
+    """Calls a function of a batch with micro-batches of a size that it chooses.
+
+    The size is chosen at the first call, from the peak memory of trials, and halved if a call
+    runs out of memory all the same. Variables that the function changes, such as the state of
+    random layers, are then put back.
+
+    Args:
+        function: called with the arguments of a batch and a size, in a graph; returns tensors.
+        variables: what tells on which devices it runs.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], variables: Any) -> None:
+        self._function = tf.function(function)
+        self._variables = tf.nest.flatten(variables)
+        self._changed: list[Any] = []
+        self.microbatch_size: int | None = None
+        """The samples per micro-batch, once they are chosen."""
+
+    def __call__(self, batch: Batch) -> Any:
+        """Return what the function returns for the batch."""
+        # Traced once, for batches and micro-batches of any number of samples.
+        types = batch.specs_of_arguments(), tf.TensorSpec([], tf.int32)
+        self._changed = changed_in(self._function.get_concrete_function(*types).graph)
+        memory = Memory(getattr(one, "value", one).device for one in self._variables)
+        before = [variable.numpy() for variable in self._changed]
+
+        def put_back() -> None:
+            for variable, value in zip(self._changed, before):
+                variable.assign(value)
+
+        def run(size: int) -> Any:
+            return self._run(batch, size, 2 * size)
+
+        if self.microbatch_size is None:
+            self.microbatch_size = largest_that_fits(memory, batch.count, run, put_back).size
+        while True:
+            assert self.microbatch_size is not None
+            size = min(self.microbatch_size, batch.count)
+            try:
+                return self._run(batch, size, batch.count)
+            except tf.errors.ResourceExhaustedError as error:
+                if size == 1:
+                    raise ContextError(not_even_one(memory, error)) from error
+            # Outside the handler, whose traceback keeps tensors alive.
+            put_back()
+            self.microbatch_size = size // 2
+            warn_of_smaller_size(size, self.microbatch_size)
+
+    def _run(self, batch: Batch, size: int, count: int) -> Any:
+        arguments = batch.arguments(batch.rows(0, min(count, batch.count)))
+        return self._function(arguments, tf.constant(size))
+
+
+def auto_size(owner: Any, variables: Any, function: Callable[[Any, Any], Any]) -> AutoSize:
+    """Return the size that has been, or will be, chosen for a function of the user's.
+
+    It is kept with that function, or the object whose method it is: what is called again finds
+    it again, and it goes with them.
+
+    Args:
+        owner: the user's function.
+        variables: what it is differentiated by.
+        function: what computes, if it is new.
+    """
+    if not tf.executing_eagerly() or replicas.inside_one_of_many():
+        where = "strategy.run" if replicas.inside_one_of_many() else "a tf.function"
+        raise ContextError(
+            explain(
+                received=f'microbatch_size="auto" inside {where}',
+                expected="a call from Python, which can try sizes and begin again",
+                fix="call it outside (it compiles loss_fn itself), or pass a number",
+            )
+        )
+    choices = _choices_of(owner)
+    key = (getattr(owner, "__name__", ""), *(id(one) for one in tf.nest.flatten(variables)))
+    if key not in choices:
+        choices[key] = AutoSize(function, variables)
+    return choices[key]
+
+
+def chosen_size(owner: Any) -> int | None:
+    """Return the size that was chosen for a function of the user's, the last if for several."""
+    name = getattr(owner, "__name__", "")
+    sizes = [one.microbatch_size for key, one in _choices_of(owner).items() if key[0] == name]
+    return sizes[-1] if sizes else None
+
+
+def _choices_of(owner: Any) -> dict[Any, AutoSize]:
+    holder = getattr(owner, "__self__", owner)
+    try:
+        return vars(holder).setdefault(_CHOICES, {})
+    except TypeError:
+        raise ArgumentError(
+            explain(
+                received=f'microbatch_size="auto" for {owner!r}',
+                expected="a function, with which the chosen size can be kept",
+                fix="pass a function made with def or lambda",
+            )
+        ) from None
