@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -27,6 +29,18 @@ def mirrored() -> tf.distribute.Strategy:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Look for garbage once per module, and not again at what is left.
+
+    TensorFlow keeps millions of objects of graphs; going through all of them again and again
+    would take a fifth of the time.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -110,9 +110,11 @@ def test_without_tensorflow_the_error_says_what_to_install():
 def test_public_names_are_frozen():
     assert bigbatch.__all__ == [
         "GradientAccumulator",
+        "Plan",
         "__version__",
         "accumulate",
         "microbatch_size",
+        "plan",
         "restore",
         "value_and_gradients",
     ]

@@ -40,10 +40,16 @@ def test_what_would_end_the_process_is_not_tried(batch, largest, fixed, each):
     assert chosen <= max(largest, 2)
 
 
-def test_a_curve_goes_on_through_the_two_largest_sizes():
-    curve = MemoryCurve({1: 50, 2: 50, 4: 60, 8: 100})
-    assert [curve.peak(size) for size in (1, 3, 4, 8, 16)] == [50, 55, 60, 100, 180]
-    assert [curve.largest(limit) for limit in (40, 50, 60, 99, 100, 180)] == [0, 2, 4, 7, 8, 16]
+def test_a_curve_is_what_was_measured_and_goes_on_straight():
+    curve = MemoryCurve({1: 50, 2: 50, 4: 60, 8: 80, 16: 120, 32: 200})
+    assert [curve.peak(size) for size in (1, 3, 4, 8, 32, 64)] == [50, 55, 60, 80, 200, 360]
+    limits = {40: 0, 50: 2, 60: 4, 99: 11, 200: 32, 360: 64}
+    assert {limit: curve.largest(limit) for limit in limits} == limits
+
+
+def test_rounding_by_the_allocator_hardly_matters():
+    rounded = {size: round((20 + 2 * size) * 1.05 ** (-1) ** size) for size in (7, 16, 31, 64)}
+    assert abs(MemoryCurve(rounded).peak(256) / (20 + 2 * 256) - 1) < 0.05
 
 
 def test_a_peak_that_does_not_grow_is_no_limit():

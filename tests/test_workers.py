@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+import out_of_memory_probe
 from coupled_cases import COUPLED_CASES
 from fit_cases import CASES
 
@@ -35,7 +36,7 @@ def test_when_a_worker_dies_none_is_left_behind():
 @pytest.mark.slow
 def test_fit_on_two_workers_equals_the_full_batch_on_one_device():
     outputs = [json.loads(output.splitlines()[-1]) for output in run_workers("fit.py")]
-    coupled = [(name, COUPLED_CASES[name]) for name in ("clip", "metrics")]
+    coupled = [("metrics", COUPLED_CASES["metrics"])]
     plain = [(name, CASES[name]) for name in ("dense", "two outputs", "own train_step")]
     for name, case in (*plain, *coupled):
         model, history = case.train(batch_size=20)
@@ -58,3 +59,22 @@ def test_fit_stops_with_an_error_when_a_worker_dies():
     with pytest.raises(WorkerError, match=r"exit codes \[1, 3\]") as error:
         run_workers("fit.py", "die", timeout=300, patience=120)
     assert "another worker" in str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of unknown length
+def test_workers_agree_on_a_size_when_only_one_is_short_of_memory():
+    outputs = [json.loads(output.splitlines()[-1]) for output in run_workers("auto.py")]
+    cases = {name: CASES[name].train(batch_size=20) for name in ("masked", "two outputs")}
+    for name, (model, history) in {
+        "longer later": out_of_memory_probe.train(out_of_memory_probe.longer_later, None),
+        **cases,
+    }.items():
+        for result in (output[name] for output in outputs):
+            for one, two in zip(result["weights"], model.get_weights()):
+                np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float32"])
+            for key, values in history.items():
+                np.testing.assert_allclose(result["history"][key], values, rtol=1e-5)
+        assert len({output[name]["size"] for output in outputs}) == 1
+    assert outputs[0]["longer later"]["size"] < 32  # of batches of 64 on two workers
+    assert outputs[0]["messages"] == outputs[1]["messages"] != []

@@ -75,10 +75,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    import bigbatch
+    from bigbatch.planner.measure import plan as measured_plan
 
     model, *data = _made_by(options.factory)
-    plan = bigbatch.plan(
+    plan = measured_plan(
         model,
         *data,
         batch_size=options.batch_size,

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,11 +30,13 @@ def run_workers(
     """
     addresses = [f"127.0.0.1:{port}" for port in _free_ports(workers)]
     processes = []
+    files = []  # a pipe that is full would stop a worker
     for index in range(workers):
         config = {
             "cluster": {"worker": addresses},
             "task": {"type": "worker", "index": index},
         }
+        files.append(tempfile.TemporaryFile("w+"))
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name(script)), *arguments],
@@ -42,9 +45,8 @@ def run_workers(
                     "TF_CONFIG": json.dumps(config),
                     "TF_CPP_MIN_LOG_LEVEL": "3",
                 },
-                stdout=subprocess.PIPE,
+                stdout=files[-1],
                 stderr=subprocess.STDOUT,
-                text=True,
             )
         )
     deadline = time.monotonic() + timeout
@@ -60,7 +62,12 @@ def run_workers(
     finally:
         for process in processes:
             process.kill()
-        outputs = [process.communicate()[0] for process in processes]
+        outputs = []
+        for process, file in zip(processes, files):
+            process.wait()
+            with file:
+                file.seek(0)
+                outputs.append(file.read())
     codes = [process.returncode for process in processes]
     if any(codes):
         raise WorkerError(f"exit codes {codes}\n" + "\n".join(o[-3000:] for o in outputs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
@@ -13,52 +13,61 @@ from bigbatch.errors import ArgumentError, explain
 MARGIN = 0.05
 """The part of the memory that is left free: what measuring and the allocator may be off by."""
 
-GAP = 0.2
+_POINTS = 4
+"""How many of the largest sizes say how memory grows."""
+
+GAP = 0.1
 """How far, relative to a size that fits, the next that does not may be away."""
 
 
 class MemoryCurve:
     """The peak memory of an update by the size of its micro-batches, from what was measured.
 
-    Between measured sizes it is a straight line, and beyond the largest the line through the
-    two largest: with few samples something else than activations, such as the update itself,
-    may be the peak, which then does not grow.
+    Between measured sizes it is a straight line. Beyond the largest it goes on as the line
+    that is nearest to the largest few, relative to what they take: with few samples something
+    else than activations, such as the update itself, may be the peak, which does not grow; and
+    an allocator rounds so generously that no two sizes alone say what one more sample takes.
 
     Args:
         peaks: measured bytes, by samples per micro-batch.
 
     Example:
-        >>> curve = MemoryCurve({1: 100, 2: 100, 4: 140, 8: 220})
-        >>> curve.peak(3), curve.peak(16), curve.largest(400)
-        (120, 380, 17)
+        >>> curve = MemoryCurve({1: 100, 2: 120, 4: 160, 8: 240})
+        >>> curve.peak(3), curve.peak(16), curve.largest(420)
+        (140, 400, 17)
     """
 
     def __init__(self, peaks: Mapping[int, int]) -> None:
         self._points = sorted(peaks.items())
-
-    @property
-    def per_sample(self) -> float:
-        """How much one more sample takes, where it is the samples that count."""
-        if len(self._points) < 2:  # not known yet, but surely not less than nothing
-            return 0.0
-        (few, low), (many, high) = self._points[-2:]
-        return max(0.0, (high - low) / (many - few))
+        self._fixed, self.per_sample = _line(self._points[-_POINTS:])
+        """What one more sample takes, where it is the samples that count."""
 
     def peak(self, size: int) -> int:
         """Return the bytes that micro-batches of so many samples take."""
-        many, high = self._points[-1]
-        if size > many:
-            return round(high + self.per_sample * (size - many))
         sizes, peaks = zip(*self._points)
-        return round(float(np.interp(size, sizes, peaks)))
+        if size <= sizes[-1]:
+            return round(float(np.interp(size, sizes, peaks)))
+        return max(peaks[-1], round(self._fixed + self.per_sample * size))
 
     def largest(self, limit: float) -> int:
         """Return the most samples whose peak is within `limit`; zero if not even one is."""
-        many, high = self._points[-1]
-        if high <= limit:
-            return many + int((limit - high) / self.per_sample) if self.per_sample else 2**62
-        sizes = range(1, many)
-        return max((size for size in sizes if self.peak(size) <= limit), default=0)
+        size, peak = self._points[-1]
+        if peak > limit:
+            return max((n for n in range(1, size) if self.peak(n) <= limit), default=0)
+        if not self.per_sample:
+            return 2**62
+        more = max(size, math.ceil((limit - self._fixed) / self.per_sample))
+        return more if self.peak(more) <= limit else more - 1
+
+
+def _line(points: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Return the line nearest to points, relative to their height; it does not fall."""
+    sizes, peaks = np.array(points, float).T
+    if len(points) > 1:
+        per_sample, fixed = np.polyfit(sizes, peaks, 1, w=1 / np.maximum(peaks, 1))
+        if per_sample * sizes[-1] > 1e-6 * peaks[-1]:  # more than rounding
+            return float(fixed), float(per_sample)
+    return float(peaks[-1]), 0.0
 
 
 class SizeSearch:

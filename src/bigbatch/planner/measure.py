@@ -30,6 +30,10 @@ _ROUGH = (
 )
 
 
+_UPDATES = 3
+"""How often each size is tried."""
+
+
 def plan(
     model: Any,
     x: Any,
@@ -184,8 +188,11 @@ class _Trials:
         return distribute(lambda _: self._sample.repeated(min(samples, self._share)))
 
     def _run(self, size: int) -> None:
-        # Two micro-batches, so that what is added up is there too.
-        self._engine.train_on(self._batch(2 * size), size)
+        # Two micro-batches, so that what is added up is there too; more than once, because
+        # operations that run side by side take more in some orders than in others.
+        data = self._batch(2 * size)
+        for _ in range(_UPDATES):
+            self._engine.train_on(data, size)
 
     def _seconds(self, size: int) -> float:
         """Return the time of an update, from those of a short and a less short one."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bigbatch.core.arguments import positive_integer
 from bigbatch.core.memory import MARGIN, MemoryCurve, handy, readable
 from bigbatch.core.report import Report, Table
 from bigbatch.errors import MissingFrameworkError, explain
@@ -88,8 +90,13 @@ class Plan:
         return MemoryCurve({one.microbatch_size: one.peak for one in self.measured})
 
     def peak(self, microbatch_size: int) -> int:
-        """Return the most bytes in use with micro-batches of a size, measured or predicted."""
-        return self._curve.peak(microbatch_size)
+        """Return the most bytes in use with micro-batches of a size, measured or predicted.
+
+        If a batch does not have so many samples, of a batch that has.
+        """
+        size = positive_integer(microbatch_size, "microbatch_size")
+        more = max(0, size - self.share) * self.parts.batch // self.share
+        return self._curve.peak(size) + more
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -117,9 +124,19 @@ class Plan:
         if size > most:
             reasons.append(
                 f"micro-batches of up to {most} samples were measured here; what more samples "
-                "take is predicted from them"
+                f"take is predicted from them, as well as {most} from fewer: {self._error:+.0%}"
             )
         return (*reasons, *self.remarks)
+
+    @property
+    def _error(self) -> float:
+        """How wrong the largest size would be, predicted from those up to a quarter of it."""
+        *_, last = self.measured
+        few = [one for one in self.measured if 4 * one.microbatch_size <= last.microbatch_size]
+        if not few:
+            return math.nan
+        curve = MemoryCurve({one.microbatch_size: one.peak for one in few})
+        return curve.peak(last.microbatch_size) / last.peak - 1
 
     def _sizes(self) -> list[int]:
         """Return the sizes to show: those measured, the chosen, and what they lead to."""

@@ -18,6 +18,8 @@ def inside_one_of_many() -> bool:
 def sum_from_inside(value: Any) -> Any:
     """Return the sum of `value` over all replicas; called on each of them."""
     context = tf.distribute.get_replica_context()
+    # Operations of their own, so that there is a device to reduce to.
+    value = tf.nest.map_structure(tf.identity, value)
     return context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
@@ -104,8 +106,9 @@ def _unpacked(packed: Any, like: list[Any]) -> list[Any]:
 def _gathered(context: Any, rows: Any) -> Any:
     if rows is None:
         return None
+    values, indices = tf.identity(rows.values), tf.identity(rows.indices)  # as above
     return tf.IndexedSlices(
-        context.all_gather(rows.values, axis=0), context.all_gather(rows.indices, axis=0)
+        context.all_gather(values, axis=0), context.all_gather(indices, axis=0)
     )
 
 
