@@ -179,7 +179,7 @@ def mean(w):
     return lambda x, *_: tf.reduce_mean(w * x)
 
 
-@pytest.mark.parametrize("size", [0, -2, 1.5, "auto"])
+@pytest.mark.parametrize("size", [0, -2, 1.5, "largest"])
 def test_microbatch_size(size):
     w = tf.Variable(1.0)
     with pytest.raises(ArgumentError) as error:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import keras
@@ -16,9 +17,11 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
+import bigbatch.tf.auto
 import fit_cases
 from bigbatch.errors import ContextError
 from bigbatch.keras.auto import AutoEngine
+from bigbatch.tf.trial import Found
 from coupled_cases import COUPLED_CASES
 from fit_cases import CASES, DENSE_X, DENSE_Y, dense
 
@@ -88,11 +91,90 @@ def test_with_memory_enough_auto_is_the_whole_batch():
 
 
 @pytest.mark.slow
-def test_when_one_sample_does_not_fit_an_error_says_so():
+def test_when_one_sample_does_not_fit_an_error_says_how_much_is_missing():
     result = probe("too_large", json.dumps(AUTO), 60)
     assert result["error"] == "ContextError"
     assert "one sample" in result["message"]
     assert "60.0 MiB" in result["message"]
+    (missing,) = re.findall(r"about ([\d.]+) MiB are missing", result["message"])
+    # One tensor of 60,000 × 128 numbers fits, and is 29 MiB; the next does not.
+    assert 1 < float(missing) < 30
+
+
+@pytest.mark.slow
+def test_a_loop_without_fit_trains_with_auto():
+    result = probe("loop", json.dumps(AUTO), 100)
+    assert 1 < result["size"] < 512
+    check_same(result, probe("loop", "null"), 2)
+
+
+def loop_problem():
+    """A loss that draws random numbers and changes a variable."""
+    w, calls = tf.Variable([1.0, 2.0]), tf.Variable(0)
+    seeds = keras.random.SeedGenerator(3)
+    faults = [0]
+
+    def count():
+        faults[0] -= 1
+        if faults[0] == 0:
+            raise MemoryError("injected")
+
+    def loss_fn(x):
+        calls.assign_add(1)
+        with tf.control_dependencies([tf.py_function(count, [], [])]):
+            noise = keras.random.normal([2], seed=seeds)
+        return tf.reduce_mean(x @ tf.reshape(w + noise, [2, 1]))
+
+    return loss_fn, w, calls, seeds, faults
+
+
+@pytest.mark.parametrize("fault", [1, 2, 3])
+def test_a_loop_begins_again_as_if_nothing_had_happened(fault, monkeypatch):
+    """At every micro-batch of 8 + 8 + 1 samples; then with 4 + 4 + 4 + 4 + 1."""
+    x = tf.random.stateless_normal([17, 2], [0, 1])
+    results = []
+    for first, broken in ((8, fault), (4, 0)):
+        loss_fn, w, calls, seeds, faults = loop_problem()
+        choose = lambda *_, first=first: Found(first, 0, None)  # noqa: E731
+        monkeypatch.setattr(bigbatch.tf.auto, "largest_that_fits", choose)
+        faults[0] = broken
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss, (gradient,) = bigbatch.value_and_gradients(loss_fn, [w], (x,), **AUTO)
+        assert len(caught) == bool(broken)
+        assert bigbatch.microbatch_size(loss_fn) == 4
+        state = seeds.state.numpy().tolist()
+        results.append((float(loss), gradient.numpy().tolist(), int(calls), state))
+    assert results[0] == results[1]
+
+
+def test_a_loop_on_a_device_with_memory_takes_the_whole_batch_and_is_traced_once():
+    w, traces = tf.Variable(2.0), []
+
+    def loss_fn(x):
+        traces.append(x.shape)
+        return tf.reduce_mean(w * x)
+
+    for count in (6, 4, 9):
+        x = tf.range(float(count))
+        loss, gradients = bigbatch.value_and_gradients(loss_fn, {"w": w}, (x,), **AUTO)
+        assert float(loss) == pytest.approx(count - 1)
+        assert float(gradients["w"]) == pytest.approx((count - 1) / 2)
+    assert bigbatch.microbatch_size(loss_fn) == 6  # of the first batch
+    assert len(traces) == 1
+
+
+def test_auto_in_a_graph_is_refused():
+    w = tf.Variable(2.0)
+
+    def loss_fn(x):
+        return tf.reduce_mean(w * x)
+
+    with pytest.raises(ContextError, match=r"inside a tf\.function"):
+        tf.function(lambda x: bigbatch.value_and_gradients(loss_fn, [w], (x,), **AUTO))(
+            tf.ones([4])
+        )
+    assert bigbatch.microbatch_size(loss_fn) is None
 
 
 class Faulty(keras.layers.Layer):

@@ -36,7 +36,7 @@ def run_workers(
             "cluster": {"worker": addresses},
             "task": {"type": "worker", "index": index},
         }
-        files.append(tempfile.TemporaryFile("w+"))
+        files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name(script)), *arguments],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from bigbatch.errors import ArgumentError, explain
 MARGIN = 0.05
 """The part of the memory that is left free: what measuring and the allocator may be off by."""
 
-_POINTS = 4
-"""How many of the largest sizes say how memory grows."""
-
 GAP = 0.1
 """How far, relative to a size that fits, the next that does not may be away."""
 
@@ -23,10 +20,9 @@ GAP = 0.1
 class MemoryCurve:
     """The peak memory of an update by the size of its micro-batches, from what was measured.
 
-    Between measured sizes it is a straight line. Beyond the largest it goes on as the line
-    that is nearest to the largest few, relative to what they take: with few samples something
-    else than activations, such as the update itself, may be the peak, which does not grow; and
-    an allocator rounds so generously that no two sizes alone say what one more sample takes.
+    Between measured sizes it is a straight line, and beyond the largest the line through the
+    two largest: with few samples something else than activations, such as the update itself or
+    the scratch memory of an operation, is the peak, which hardly grows.
 
     Args:
         peaks: measured bytes, by samples per micro-batch.
@@ -39,35 +35,24 @@ class MemoryCurve:
 
     def __init__(self, peaks: Mapping[int, int]) -> None:
         self._points = sorted(peaks.items())
-        self._fixed, self.per_sample = _line(self._points[-_POINTS:])
+        self.per_sample = 0.0  # not known yet, but surely not less than nothing
         """What one more sample takes, where it is the samples that count."""
+        if len(self._points) > 1:
+            (few, low), (many, high) = self._points[-2:]
+            self.per_sample = max(0.0, (high - low) / (many - few))
 
     def peak(self, size: int) -> int:
         """Return the bytes that micro-batches of so many samples take."""
         sizes, peaks = zip(*self._points)
-        if size <= sizes[-1]:
-            return round(float(np.interp(size, sizes, peaks)))
-        return max(peaks[-1], round(self._fixed + self.per_sample * size))
+        beyond = max(0, size - sizes[-1])
+        return round(float(np.interp(size, sizes, peaks)) + self.per_sample * beyond)
 
     def largest(self, limit: float) -> int:
         """Return the most samples whose peak is within `limit`; zero if not even one is."""
         size, peak = self._points[-1]
         if peak > limit:
             return max((n for n in range(1, size) if self.peak(n) <= limit), default=0)
-        if not self.per_sample:
-            return 2**62
-        more = max(size, math.ceil((limit - self._fixed) / self.per_sample))
-        return more if self.peak(more) <= limit else more - 1
-
-
-def _line(points: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Return the line nearest to points, relative to their height; it does not fall."""
-    sizes, peaks = np.array(points, float).T
-    if len(points) > 1:
-        per_sample, fixed = np.polyfit(sizes, peaks, 1, w=1 / np.maximum(peaks, 1))
-        if per_sample * sizes[-1] > 1e-6 * peaks[-1]:  # more than rounding
-            return float(fixed), float(per_sample)
-    return float(peaks[-1]), 0.0
+        return size + int((limit - peak) / self.per_sample) if self.per_sample else 2**62
 
 
 class SizeSearch:

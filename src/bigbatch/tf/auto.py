@@ -27,14 +27,15 @@ class AutoSize:
     random layers, are then put back.
 
     Args:
-        function: called with the arguments of a batch and a size, in a graph; returns tensors.
-        variables: what tells on which devices it runs.
+        function: called in a graph with the arguments of a batch, a size, and a function to
+            call with the graph of a micro-batch; returns tensors.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Any], variables: Any) -> None:
-        self._function = tf.function(function)
-        self._variables = tf.nest.flatten(variables)
-        self._changed: list[Any] = []
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._graphs: list[Any] = []
+        self._function = tf.function(
+            lambda arguments, size: function(arguments, size, self._graphs.append)
+        )
         self.microbatch_size: int | None = None
         """The samples per micro-batch, once they are chosen."""
 
@@ -42,12 +43,14 @@ class AutoSize:
         """Return what the function returns for the batch."""
         # Traced once, for batches and micro-batches of any number of samples.
         types = batch.specs_of_arguments(), tf.TensorSpec([], tf.int32)
-        self._changed = changed_in(self._function.get_concrete_function(*types).graph)
-        memory = Memory(getattr(one, "value", one).device for one in self._variables)
-        before = [variable.numpy() for variable in self._changed]
+        graph = self._function.get_concrete_function(*types).graph
+        memory = Memory(variable.device for variable in graph.variables)
+        # Seen from outside a loop, everything that is used in it may change.
+        changed = (variable for one in self._graphs or [graph] for variable in changed_in(one))
+        before = [(variable, variable.numpy()) for variable in changed]
 
         def put_back() -> None:
-            for variable, value in zip(self._changed, before):
+            for variable, value in before:
                 variable.assign(value)
 
         def run(size: int) -> Any:
@@ -73,7 +76,7 @@ class AutoSize:
         return self._function(arguments, tf.constant(size))
 
 
-def auto_size(owner: Any, variables: Any, function: Callable[[Any, Any], Any]) -> AutoSize:
+def auto_size(owner: Any, variables: Any, function: Callable[..., Any]) -> AutoSize:
     """Return the size that has been, or will be, chosen for a function of the user's.
 
     It is kept with that function, or the object whose method it is: what is called again finds
@@ -96,7 +99,7 @@ def auto_size(owner: Any, variables: Any, function: Callable[[Any, Any], Any]) -
     choices = _choices_of(owner)
     key = (getattr(owner, "__name__", ""), *(id(one) for one in tf.nest.flatten(variables)))
     if key not in choices:
-        choices[key] = AutoSize(function, variables)
+        choices[key] = AutoSize(function)
     return choices[key]
 
 

@@ -102,9 +102,11 @@ def value_and_gradients(
             )
         )
 
-    def compute(batch: Any, size: Any) -> tuple[Any, Any]:
+    def compute(
+        batch: Any, size: Any, begin: Callable[[Any], None] = lambda _: None
+    ) -> tuple[Any, Any]:
         if forward is None:
-            return _value_and_gradients(like_the_caller(loss_fn), variables, batch, size)
+            return _value_and_gradients(like_the_caller(loss_fn), variables, batch, size, begin)
         functions = like_the_caller(forward), like_the_caller(loss_fn)
         return coupled_value_and_gradients(*functions, variables, batch, size)
 
@@ -115,7 +117,11 @@ def value_and_gradients(
 
 @tf.autograph.experimental.do_not_convert
 def _value_and_gradients(
-    loss_fn: Callable[..., Any], variables: Any, batch: Any, microbatch_size: Any
+    loss_fn: Callable[..., Any],
+    variables: Any,
+    batch: Any,
+    microbatch_size: Any,
+    begin: Callable[[Any], None],
 ) -> tuple[Any, Any]:
     many_replicas = replicas.inside_one_of_many()
     samples = Batch(batch, may_be_empty=many_replicas)
@@ -139,7 +145,7 @@ def _value_and_gradients(
         loss = widen(loss)
         return loss * tf.cast(weight, loss.dtype) if is_mean else loss, weight, gradients
 
-    loss, weight, gradients = total(compute, samples, microbatch_size)
+    loss, weight, gradients = total(compute, samples, microbatch_size, begin=begin)
     if many_replicas:
         weight = replicas.sum_from_inside(weight)
     # Now weight is D summed over micro-batches and replicas; zero if everything is masked.
