@@ -3,11 +3,13 @@
     python plan_probe.py MODEL BATCH
 
 What a plan on this device says of micro-batches as large as the batch, and the most samples
-that it has measured; if that is all of them, also what training takes.
+that it has measured; if that is all of them, also what it would have predicted from a quarter
+of them, and what training takes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -86,5 +88,7 @@ if __name__ == "__main__":
     most = plan.measured[-1].microbatch_size
     result = {"most": most, "peak": plan.peak(batch)}
     if most == batch:
+        few = tuple(one for one in plan.measured if 4 * one.microbatch_size <= batch)
+        result["predicted"] = dataclasses.replace(plan, measured=few).peak(batch)
         result["training"] = train(model, batch)
     print(json.dumps(result))
