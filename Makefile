@@ -3,13 +3,17 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test check figures format clean
+.PHONY: demo test test-all check figures format clean
 
 demo: .venv/installed ## train digits with a full batch and with accumulation, and compare
 	@$(BIN)/python examples/00_digits.py
 
-test: .venv/installed ## run all tests
+test: .venv/installed ## run the tests
 	@echo "== Tests"
+	@$(BIN)/python -m pytest -n 2 -m "not matrix"
+
+test-all: .venv/installed ## run the tests, and the matrix of more cases
+	@echo "== All tests"
 	@$(BIN)/python -m pytest -n 2
 
 check: .venv/installed ## what CI runs: format, lint, types, tests

@@ -164,6 +164,53 @@ def test_a_loop_on_a_device_with_memory_takes_the_whole_batch_and_is_traced_once
     assert len(traces) == 1
 
 
+def test_a_loop_with_another_forward_pass_is_another_loop():
+    w, x = tf.Variable(2.0), tf.constant([1.0, 2.0, 3.0])
+
+    def loss_fn(outputs, x):
+        return tf.reduce_mean(outputs)
+
+    for factor in (1.0, 10.0):
+        forward = lambda x, factor=factor: factor * w * x  # noqa: E731
+        loss, _ = bigbatch.value_and_gradients(
+            loss_fn, [w], (x,), coupled=True, forward=forward, **AUTO
+        )
+        assert float(loss) == pytest.approx(4 * factor)
+
+
+def test_trials_leave_no_trace_in_optimizers_of_the_users():
+    """Whose variables are made when they are first applied."""
+
+    class Own(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+            self.other = keras.optimizers.Adam(0.01)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.other.apply_gradients(zip(gradients, self.trainable_variables))
+            return {"loss": loss}
+
+    results = []
+    for setting in (None, AUTO):
+        keras.utils.set_random_seed(0)
+        model = Own()
+        model.compile()
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
+        results.append([variable.numpy() for variable in model.other.variables])
+    for one, other in zip(*results):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
+
+
 def test_auto_in_a_graph_is_refused():
     w = tf.Variable(2.0)
 
@@ -324,6 +371,24 @@ def test_replicas_agree_on_one_size(size, coupled, mirrored, monkeypatch):
         result = case.train(lambda m: bigbatch.accumulate(m, **AUTO, coupled=coupled))
     fit_cases.check_same(result, case.train(), TOLERANCE["float32"])
     assert bigbatch.microbatch_size(result[0]) == (size or 11)  # of batches of 21
+
+
+def test_after_load_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 4)
+    results = []
+    for setting in (None, AUTO):
+        keras.utils.set_random_seed(0)
+        model = dense()
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
+        model.save(tmp_path / "model.keras")
+        model = keras.models.load_model(tmp_path / "model.keras")
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
+        results.append(everything(model))
+    for one, other in zip(*results):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"run_eagerly": True}], ids=str)

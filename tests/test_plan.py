@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -56,7 +57,7 @@ def test_four_times_the_size_is_predicted_to_5_percent(model, batch):
 @pytest.mark.slow
 def test_a_small_device_plans_for_a_large_one():
     here, there = probe("perceptron", 16384, limit=105), probe("perceptron", 16384)
-    assert (here["most"], there["most"]) == (4096, 16384)
+    assert here["most"] < there["most"] == 16384
     assert here["peak"] == pytest.approx(there["peak"], rel=0.2)  # by the order, as above
 
 
@@ -92,6 +93,9 @@ def test_plans_at_the_ends():
     assert (nothing.microbatch_size, nothing.microbatches) == (0, 0)
     assert "17.4 MiB are missing" in str(nothing)  # of 102 / 0.95
     assert "does not fit" in str(nothing)
+    failed = dataclasses.replace(made_up(), too_large=64)
+    assert failed.microbatch_size == 63  # whatever is predicted
+    assert "of 64 samples ran out of memory" in str(failed)
     two = made_up(replicas=2)
     assert (two.share, two.microbatch_size, two.microbatches) == (128, 92, 2)
 
@@ -169,6 +173,25 @@ def test_the_longest_samples_of_a_data_set_are_planned_for():
     assert plan.parts.batch == 4 * (50 * 3 + 1) * 4
     with pytest.raises(ArgumentError, match="without end"):
         bigbatch.plan(model, data.repeat(), batch_size=4)
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches as lists, without targets."""
+
+    num_batches = 3
+
+    def __getitem__(self, index):
+        return [{"a": np.ones((4, 3)), "b": np.ones((4, index + 1, 3))}, None]
+
+
+def test_nested_inputs_without_targets():
+    inputs = {"a": keras.Input((3,), name="a"), "b": keras.Input((None, 3), name="b")}
+    pooled = keras.layers.GlobalAveragePooling1D()(inputs["b"])
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs["a"] + pooled))
+    model.compile("adam", loss=None)
+    model.compute_loss = lambda x, y, y_pred, *_, **__: tf.reduce_mean(y_pred)
+    plan = bigbatch.plan(model, Batches(), batch_size=8, verbose=False)
+    assert plan.parts.batch == 8 * (3 + 3 * 3) * 4  # float32, as in fit
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -29,7 +29,7 @@ def test_the_choice_fits_and_is_within_a_quarter_of_the_largest(batch, largest, 
     best = min(batch, largest)
     assert 0.75 * best <= chosen <= best
     assert len(tried) == len(set(tried)) <= 20  # each is an update
-    assert len([size for size in tried if size > largest]) <= 4  # an allocator waits for each
+    assert len([size for size in tried if size > largest]) <= 5  # an allocator waits for each
 
 
 @given(st.integers(1, 700), st.integers(2, 900), st.integers(0, 10**9), st.integers(1, 10**7))

@@ -37,7 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except BigbatchError as error:
         print(error, file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in ("tensorflow", "keras"):
+            raise
+        print(f"{error}. Fix: pip install 'bigbatch[tensorflow]'", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,10 +89,10 @@ def _plan(options: argparse.Namespace) -> int:
         memory_limit=options.memory_limit,
         measure_time=options.time,
     )
+    _show(plan, plan.to_dict() if options.json else None)
     if options.plot:
         plan.plot().savefig(options.plot, dpi=150)
         print(f"wrote {options.plot}", file=sys.stderr)
-    _show(plan, plan.to_dict() if options.json else None)
     return 0 if plan.microbatch_size else 1
 
 

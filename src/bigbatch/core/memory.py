@@ -20,9 +20,10 @@ GAP = 0.1
 class MemoryCurve:
     """The peak memory of an update by the size of its micro-batches, from what was measured.
 
-    Between measured sizes it is a straight line, and beyond the largest the line through the
-    two largest: with few samples something else than activations, such as the update itself or
-    the scratch memory of an operation, is the peak, which hardly grows.
+    Between measured sizes it is a straight line, and beyond the largest the line through it and
+    the largest that is half of it or less. With few samples something else than activations,
+    such as the update itself or the scratch memory of an operation, is the peak, which hardly
+    grows; and sizes that are nearly the same say nothing.
 
     Args:
         peaks: measured bytes, by samples per micro-batch.
@@ -38,7 +39,9 @@ class MemoryCurve:
         self.per_sample = 0.0  # not known yet, but surely not less than nothing
         """What one more sample takes, where it is the samples that count."""
         if len(self._points) > 1:
-            (few, low), (many, high) = self._points[-2:]
+            many, high = self._points[-1]
+            halves = [point for point in self._points if point[0] <= many / 2]
+            few, low = (halves or self._points)[-1 if halves else 0]
             self.per_sample = max(0.0, (high - low) / (many - few))
 
     def peak(self, size: int) -> int:
@@ -105,6 +108,8 @@ class SizeSearch:
             size = size or (fits + self._too_large) // 2
         if len(self._peaks) > 1 and self.curve.peak(size) > self._allowed:
             size = min(size, self.curve.largest(self._allowed))
+            if size - fits <= GAP * fits:
+                return 0
         return size if size > fits else 0
 
     @property

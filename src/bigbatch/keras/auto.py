@@ -43,12 +43,13 @@ class AutoEngine:
         """Train on the next batches of `iterator`, one update each; return the logs."""
         types = iterator.element_spec if is_iterator(iterator) else None
         logs: dict[str, Any] = {}
-        for data in next_batches(iterator, self._model.steps_per_execution):
-            self._engine.prepare(data if types is None else types)
-            data = without_optionals(data)
-            if self.microbatch_size is None:
-                self.microbatch_size = self._choose(data)
-            logs = self._train_on(data)
+        with self._engine.state.protected():
+            for data in next_batches(iterator, self._model.steps_per_execution):
+                self._engine.prepare(data if types is None else types)
+                data = without_optionals(data)
+                if self.microbatch_size is None:
+                    self.microbatch_size = self._choose(data)
+                logs = self._train_on(data)
         return logs
 
     def flush(self) -> None:
@@ -76,7 +77,7 @@ class AutoEngine:
             warn_of_smaller_size(size, self.microbatch_size)
 
     def _choose(self, data: Any) -> int:
-        found = largest_trial_that_fits(self._model, self._engine.train_on, data)
+        found = largest_trial_that_fits(self._model, self._engine, data)
         if found.limit is not None:
             self._say(
                 f"bigbatch: micro-batches of {found.size} samples, which take about "

@@ -75,12 +75,11 @@ class _Hooks:
         samples = getattr(self.engine, "samples", None)
         if samples is None or too_large == 1:
             return None
-        data = samples.repeated(2 * too_large)
         with contextlib.suppress(Exception):  # there is an error to report already
             found = largest_trial_that_fits(
                 self._model,
-                self.engine.train_on,
-                data,
+                self.engine,
+                samples.repeated(2 * too_large),
                 at_most=too_large - 1,
                 until_it_fails=False,
             )

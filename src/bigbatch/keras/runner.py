@@ -194,6 +194,7 @@ class Runner:
         """Update the model from what `close` returned, summed over replicas; return logs."""
         sums = tf.nest.pack_sequence_as(self._structure, flat)
         count = sums["samples"]
+        self._build_optimizers()
         # Or an update counter would count one that then fails for want of its gradients.
         with outside_strategy_scope(), after(flat):
             gradients = sums["gradients"]
@@ -207,6 +208,13 @@ class Runner:
             self._norm.update(sums["moments"])
         self._close_sums()
         return {name: divided(value, count) for name, value in sums["logs"].items()}
+
+    def _build_optimizers(self) -> None:
+        """Make the variables of optimizers that Keras does not know of, as of all others."""
+        for one in self._collected:
+            if not one.optimizer.built:
+                with tf.init_scope(), self.strategy.scope():
+                    one.optimizer.build(one.variables)
 
     def _close_sums(self) -> None:
         def local() -> None:

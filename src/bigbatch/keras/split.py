@@ -91,10 +91,17 @@ class SplitEngine:
         data = without_optionals(data)
         if self._model.run_eagerly:
             return self._on_batch(data, size)
-        # Traced once, for batches and micro-batches of any number of samples.
-        types = tf.nest.map_structure(with_any_count, data)
-        self._on_batch.get_concrete_function(types, tf.TensorSpec([], tf.int32))
+        self.trace(data)
         return self._on_batch(data, tf.constant(size))
+
+    def trace(self, data: Any) -> None:
+        """Trace `train_on` for batches and micro-batches of any number of samples, once.
+
+        Optimizers that Keras does not know of make their variables here, with no update yet.
+        """
+        if not self._model.run_eagerly:
+            types = tf.nest.map_structure(with_any_count, without_optionals(data))
+            self._on_batch.get_concrete_function(types, tf.TensorSpec([], tf.int32))
 
     def prepare(self, data: Any) -> None:
         """Get ready for such data, or data of such types."""

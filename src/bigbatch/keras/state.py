@@ -65,6 +65,11 @@ class State:
         assert self._snapshot is not None
         return self._snapshot.dropped(results)
 
+    @property
+    def is_final(self) -> bool:
+        """Whether the update has begun, after which nothing can be put back."""
+        return self._snapshot is not None and self._snapshot.is_dropped
+
     @contextlib.contextmanager
     def undone_if(self, error: type[Exception]) -> Iterator[None]:
         """Return a block after which, if it fails with `error`, the state is as before.
@@ -76,7 +81,7 @@ class State:
         try:
             yield
         except error as failure:
-            if self._snapshot.is_dropped:
+            if self.is_final:
                 raise ContextError(HALF_UPDATED) from failure
             self.restore()
             raise

@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import tensorflow as tf
 
-from bigbatch.errors import ContextError
+from bigbatch.errors import ContextError, explain
 from bigbatch.keras.data import with_any_count, without_optionals
 from bigbatch.keras.runner import Whole
 from bigbatch.keras.split import SplitEngine
@@ -21,6 +21,18 @@ from bigbatch.keras.terms import DenominatorsNeededError
 from bigbatch.tf import replicas
 
 _OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
+_WELL, _NO_MEMORY, _FAILED = range(3)
+
+_ALONE = explain(
+    received="a worker that ran out of memory while gradients were added up over workers",
+    expected="memory for that, which is the same for every micro-batch size",
+    fix="use a smaller model, or more memory; start all workers again",
+)
+_OTHER = explain(
+    received="an error on another worker",
+    expected="all workers of the MultiWorkerMirroredStrategy to train together",
+    fix="look at what the other worker printed last, then start all workers again",
+)
 
 
 class TogetherEngine(SplitEngine):
@@ -50,7 +62,13 @@ class TogetherEngine(SplitEngine):
             return self._finish(sums)
         except _OUT_OF_MEMORY as error:
             # The others are past this, or wait for it: there is no way back.
-            raise ContextError(HALF_UPDATED) from error
+            raise ContextError(HALF_UPDATED if self.state.is_final else _ALONE) from error
+
+    def trace(self, data: Any) -> None:
+        """Do nothing: what is traced depends on whether denominators are needed."""
+
+    def look_at(self, data: Any, size: int) -> None:
+        """Do not: losses and metrics communicate, and not every worker may have samples."""
 
     def _trace(self, function: Any, data: Any, *others: Any) -> None:
         """Trace a function once, for batches and micro-batches of any number of samples."""
@@ -61,15 +79,22 @@ class TogetherEngine(SplitEngine):
 
     def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that does not communicate; raise if it fails on any worker."""
-        result, error = None, None
+        result, message = None, "another worker ran out of memory"
+        everyone = functools.partial(replicas.largest_of_all, self._runner.strategy)
         try:
-            result = function(*arguments)
-        except _OUT_OF_MEMORY as one:
-            error = one.message
-        if not replicas.largest_of_all(self._runner.strategy, error is not None):
-            return result
+            result, outcome = function(*arguments), _WELL
+        except _OUT_OF_MEMORY as error:
+            message, outcome = error.message, _NO_MEMORY
+        except Exception:
+            everyone(_FAILED)
+            raise
         # Outside the handler, whose traceback keeps tensors alive.
-        raise _OUT_OF_MEMORY(None, None, error or "another worker ran out of memory")
+        outcome = everyone(outcome)
+        if outcome == _FAILED:
+            raise ContextError(_OTHER)
+        if outcome == _NO_MEMORY:
+            raise _OUT_OF_MEMORY(None, None, message)
+        return result
 
     def _needs_counts(self, data: Any) -> bool:
         """Say whether micro-batches cannot run before denominators of all workers are known."""

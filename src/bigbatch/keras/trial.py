@@ -25,7 +25,7 @@ def memory_of(model: Any) -> Memory:
 
 def largest_trial_that_fits(
     model: Any,
-    train_on: Callable[[Any, int], Any],
+    engine: Any,
     data: Any,
     *,
     at_most: int | None = None,
@@ -35,7 +35,7 @@ def largest_trial_that_fits(
 
     Args:
         model: a built Keras model.
-        train_on: makes an update from data, in micro-batches of a size.
+        engine: a `SplitEngine` of the model, prepared for such data.
         data: a batch, perhaps of several replicas.
         at_most: the largest size to try; the whole batch if not given.
         until_it_fails: whether to try what may not fit.
@@ -44,8 +44,9 @@ def largest_trial_that_fits(
     batch = largest_count(strategy, data) if at_most is None else at_most
 
     def run(size: int) -> None:
-        train_on(strategy.run(_rows, args=(data, 2 * size)), size)
+        engine.train_on(strategy.run(_rows, args=(data, 2 * size)), size)
 
+    engine.trace(data)
     memory = memory_of(model)
     with unchanged(model) as put_back:
         return largest_that_fits(

@@ -14,15 +14,15 @@ def figure(plan: Any) -> Any:
     timed = [one for one in plan.measured if one.seconds is not None]
     drawing = Figure(figsize=(7, 6.4 if timed else 3.8), layout="constrained")
     axes = drawing.subplots(2 if timed else 1, sharex=True, squeeze=False)[:, 0]
-    sizes = sorted({*range(1, plan.share + 1, max(1, plan.share // 200)), plan.share})
+    measured = [(one.microbatch_size, one.peak / MIB) for one in plan.measured]
+    sizes = range(1, plan.share + 1, max(1, plan.share // 200))
+    sizes = sorted({*sizes, *(size for size, _ in measured), plan.share})
     memory = axes[0]
     memory.plot(
         sizes, [plan.peak(size) / MIB for size in sizes], color="tab:blue", label="predicted"
     )
-    measured = [(one.microbatch_size, one.peak / MIB) for one in plan.measured]
     memory.plot(*zip(*measured), "o", color="tab:blue", label="measured")
-    if plan.memory_limit is not None:
-        memory.axhline(plan.memory_limit / MIB, color="tab:red", label="limit")
+    memory.axhline(plan.memory_limit / MIB, color="tab:red", label="limit")
     memory.set_ylabel("peak memory [MiB]")
     memory.set_ylim(bottom=0)
     if timed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from typing import Any, Callable, Iterable, Iterator
@@ -32,6 +33,9 @@ _ROUGH = (
 
 _UPDATES = 3
 """How often each size is tried."""
+
+_ROWS = 16
+"""How many samples of the data are used, again and again."""
 
 
 def plan(
@@ -123,7 +127,7 @@ class _Trials:
         self._sample = Sample(model, data)
         self._bytes_per_sample = _bytes(self._sample.repeated(1))
         self._memory = memory_of(model)
-        if self._memory.limit is None:
+        if self._memory.limit is None and not self._memory.is_hard:
             raise ContextError(
                 explain(
                     received="a device that does not say how much memory is in use",
@@ -144,49 +148,55 @@ class _Trials:
     def plan(self, limit: int | None, measure_time: bool, say: Callable[[str], None]) -> Plan:
         """Return a plan for a device with so many bytes, or for this one."""
         here = self._here()
-        limit = here if limit is None else limit
+        there = here if limit is None else limit
+        if there == math.inf:
+            raise ArgumentError(
+                explain(
+                    received="no memory_limit, on a device that does not say what it has",
+                    expected="the memory to plan for",
+                    fix="pass memory_limit, for example '8GiB'",
+                )
+            )
         peaks: dict[int, int] = {}
-        seconds: dict[int, float] = {}
+        seconds: dict[int, float | None] = {}
+        too_large = None
         for size in _sizes(self._share):
             # More than one size, or nothing is known of what a sample takes.
             if len(peaks) > 1:
                 predicted = MemoryCurve(peaks).peak(size)
-                if predicted > (1 - MARGIN) * here or min(peaks.values()) > limit:
+                if predicted > (1 - MARGIN) * here or min(peaks.values()) > there:
                     break
             say(f"micro-batches of {size} of {self._share} samples")
             peak = peak_of(self._memory, size, self._run, self._put_back)
-            if peak is None:
-                break
             untried = self._share - min(2 * size, self._share)
+            if peak is None:
+                too_large = size
+                break
             peaks[size] = peak - self._others + untried * self._bytes_per_sample
             if measure_time:
                 seconds[size] = self._seconds(size)
-        if not peaks:
-            raise ContextError(
-                explain(
-                    received="a device without memory for one sample at a time",
-                    expected="memory to try a few samples at least",
-                    fix="make the plan on a larger device, such as a CPU, with memory_limit",
-                )
-            )
         measured = (Measurement(n, peak, seconds.get(n)) for n, peak in peaks.items())
         return Plan(
             self._batch_size,
             self._strategy.num_replicas_in_sync,
-            limit,
+            int(there),
             self._parts(MemoryCurve(peaks)),
             tuple(measured),
+            too_large if there <= here or len(peaks) < 2 else None,
             () if self._memory.is_hard else (_ROUGH,),
         )
 
-    def _here(self) -> int:
-        """Return the bytes that this device has for the model."""
-        assert self._memory.limit is not None
-        return self._memory.limit - self._others
+    def _here(self) -> float:
+        """Return the bytes that this device has for the model, infinite if it does not say."""
+        limit = self._memory.limit
+        return math.inf if limit is None else limit - self._others
 
     def _batch(self, samples: int) -> Any:
         distribute = self._strategy.experimental_distribute_values_from_function
-        return distribute(lambda _: self._sample.repeated(min(samples, self._share)))
+        return tf.nest.map_structure(
+            lambda leaf: None if leaf is None else distribute(lambda _: leaf),
+            self._sample.repeated(min(samples, self._share)),
+        )
 
     def _run(self, size: int) -> None:
         # Two micro-batches, so that what is added up is there too; more than once, because
@@ -195,18 +205,23 @@ class _Trials:
         for _ in range(_UPDATES):
             self._engine.train_on(data, size)
 
-    def _seconds(self, size: int) -> float:
+    def _seconds(self, size: int) -> float | None:
         """Return the time of an update, from those of a short and a less short one."""
         times = []
-        for samples in (min(k * size, self._share) for k in (2, 6)):
-            data = self._batch(samples)
-            taken = []
-            for _ in range(3):
-                start = time.perf_counter()
-                self._engine.train_on(data, size)
-                taken.append(time.perf_counter() - start)
-            times.append((samples, statistics.median(taken)))
-        self._put_back()
+        try:
+            for samples in (min(k * size, self._share) for k in (2, 6)):
+                data = self._batch(samples)
+                taken = []
+                for _ in range(_UPDATES):
+                    start = time.perf_counter()
+                    logs = self._engine.train_on(data, size)
+                    tf.nest.map_structure(np.asarray, logs)  # or a GPU may not be done
+                    taken.append(time.perf_counter() - start)
+                times.append((samples, statistics.median(taken)))
+        except tf.errors.ResourceExhaustedError:  # six micro-batches have more inputs than two
+            return None
+        finally:
+            self._put_back()
         (few, short), (many, long) = times
         if few == many:
             return long
@@ -264,14 +279,17 @@ def _longest(x: Any, y: Any, sample_weight: Any) -> Any:
                 )
             )
         return _longest_batch(x)
-    data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-    data = data if isinstance(data, tuple) else (data,)
-    return _longest_row(tf.nest.map_structure(_tensor, data))
+    data = (x,) if y is None and sample_weight is None else (x, y, sample_weight)
+    return _longest_rows(data)
 
 
 def _tensor(leaf: Any) -> Any:
-    # A few rows of an array are enough, and the whole may be large.
-    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(np.asarray(leaf[:16]))
+    """Return some rows of an array as a tensor of the type that `fit` gives it."""
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    leaf = np.asarray(leaf)
+    is_float = np.issubdtype(leaf.dtype, np.floating)
+    return tf.convert_to_tensor(leaf.astype(keras.config.floatx()) if is_float else leaf)
 
 
 def _longest_batch(batches: Any) -> Any:
@@ -291,9 +309,7 @@ def _longest_batch(batches: Any) -> Any:
         )
     longest, most = None, -1.0
     for batch in batches:
-        batch = batch if isinstance(batch, tuple) else (batch,)
-        batch = tf.nest.map_structure(tf.convert_to_tensor, batch)
-        batch = _longest_row(batch)
+        batch = _longest_rows(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
         size = _bytes(batch) / max(1, int(sample_count(batch)))
         if size > most:
             longest, most = batch, size
@@ -308,14 +324,18 @@ def _longest_batch(batches: Any) -> Any:
     return longest
 
 
-def _longest_row(data: Any) -> Any:
-    """Return the longest sample alone, if samples of a batch differ in length."""
-    ragged = [leaf for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.RaggedTensor)]
-    if not ragged:
-        return data
-    lengths = tf.add_n([tf.cast(_elements(leaf), tf.float32) for leaf in ragged])
-    row = tf.argmax(lengths)[tf.newaxis]
-    return tf.nest.map_structure(lambda leaf: tf.gather(leaf, row), data)
+def _longest_rows(data: Any) -> Any:
+    """Return some samples; the longest alone, if those of a batch differ in length."""
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+    ragged = [leaf for leaf in leaves if isinstance(leaf, tf.RaggedTensor)]
+    first, count = 0, _ROWS
+    if ragged:
+        lengths = tf.add_n([tf.cast(_elements(leaf), tf.float32) for leaf in ragged])
+        first, count = int(tf.argmax(lengths)), 1
+    # Of an array only what is needed becomes a tensor: the whole may be large.
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else _tensor(leaf[first : first + count]), data
+    )
 
 
 def _elements(ragged: Any) -> Any:

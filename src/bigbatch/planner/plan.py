@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ class Parts:
 
     weights: int
     optimizer: int
-    """Slots and counters of the optimizer, metrics, and random state."""
+    """Slots and counters of the optimizers."""
     gradients: int
     """Where dense gradients are added up."""
     batch: int
@@ -50,12 +49,14 @@ class Plan:
     """The samples of an update, on all replicas."""
     replicas: int
     """The replicas that share a batch."""
-    memory_limit: int | None
-    """The bytes the device has for this model; `None` if that is not known."""
+    memory_limit: int
+    """The bytes the device has for this model."""
     parts: Parts
     """What the memory is for."""
     measured: tuple[Measurement, ...]
     """What was tried on this device, by size."""
+    too_large: int | None = None
+    """A size that ran out of memory here, if one did and is in question."""
     remarks: tuple[str, ...] = ()
     """What to know of the measurements."""
 
@@ -81,9 +82,8 @@ class Plan:
 
     @property
     def _largest(self) -> int:
-        if self.memory_limit is None:
-            return self.share
-        return min(self.share, self._curve.largest((1 - MARGIN) * self.memory_limit))
+        most = self.share if self.too_large is None else self.too_large - 1
+        return min(most, self._curve.largest((1 - MARGIN) * self.memory_limit))
 
     @property
     def _curve(self) -> MemoryCurve:
@@ -101,12 +101,10 @@ class Plan:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why this size, in sentences."""
-        size, limit = self.microbatch_size, self.memory_limit
+        size = self.microbatch_size
         reasons = []
-        if limit is None:
-            reasons.append("how much memory there is is not known: pass memory_limit")
-        elif not size:
-            missing = readable(self.peak(1) / (1 - MARGIN) - limit)
+        if not size:
+            missing = readable(self.peak(1) / (1 - MARGIN) - self.memory_limit)
             reasons.append(
                 f"not even one sample at a time fits: {missing} are missing. A smaller model, "
                 "mixed precision, an optimizer with fewer slots, or shorter sequences help"
@@ -114,29 +112,29 @@ class Plan:
         elif size == self.share:
             reasons.append("a whole batch fits: there is nothing to accumulate")
         else:
-            reasons.append(
-                f"{self._largest} samples are the most that leave {MARGIN:.0%} of the memory "
-                "free"
-            )
+            free = f"{self._largest} samples are the most that leave {MARGIN:.0%} free"
+            ran_out = f"micro-batches of {self.too_large} samples ran out of memory"
+            reasons.append(free if self.too_large is None else ran_out)
             if size != self._largest:
                 reasons.append(f"{size} is nearly as many, and handy")
         most = self.measured[-1].microbatch_size
         if size > most:
             reasons.append(
                 f"micro-batches of up to {most} samples were measured here; what more samples "
-                f"take is predicted from them, as well as {most} from fewer: {self._error:+.0%}"
+                f"take is predicted from them{self._reliability}"
             )
         return (*reasons, *self.remarks)
 
     @property
-    def _error(self) -> float:
+    def _reliability(self) -> str:
         """How wrong the largest size would be, predicted from those up to a quarter of it."""
         *_, last = self.measured
         few = [one for one in self.measured if 4 * one.microbatch_size <= last.microbatch_size]
-        if not few:
-            return math.nan
+        if len(few) < 2:
+            return ""
         curve = MemoryCurve({one.microbatch_size: one.peak for one in few})
-        return curve.peak(last.microbatch_size) / last.peak - 1
+        error = curve.peak(last.microbatch_size) / last.peak - 1
+        return f", as {last.microbatch_size} would be from a quarter of it: {error:+.0%}"
 
     def _sizes(self) -> list[int]:
         """Return the sizes to show: those measured, the chosen, and what they lead to."""
@@ -150,7 +148,7 @@ class Plan:
         rows = []
         for size in self._sizes():
             peak, time = self.peak(size), seconds.get(size)
-            share = f"{peak / self.memory_limit:.0%}" if self.memory_limit else "?"
+            share = f"{peak / self.memory_limit:.0%}"
             was = "" if size in seconds else "about "
             row = (f"{size}", f"{-(-self.share // size)}", f"{was}{readable(peak)}", share)
             rows.append((*row, "" if time is None else f"{time:.3g} s") if is_timed else row)
@@ -173,10 +171,10 @@ class Plan:
             whole += f" on {self.replicas} replicas"
         if not self.microbatch_size:
             return f"{whole} does not fit, whatever the micro-batch"
-        of = f" of {readable(self.memory_limit)}" if self.memory_limit else ""
+        peak, limit = readable(self.peak(self.microbatch_size)), readable(self.memory_limit)
         return (
-            f"{whole} as {self.microbatches} × {self.microbatch_size} samples, about "
-            f"{readable(self.peak(self.microbatch_size))}{of}"
+            f"{whole} as {self.microbatches} × {self.microbatch_size} samples, about {peak} of "
+            f"{limit}"
         )
 
     def __str__(self) -> str:

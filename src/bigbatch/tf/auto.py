@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import tensorflow as tf
 
@@ -29,9 +29,11 @@ class AutoSize:
     Args:
         function: called in a graph with the arguments of a batch, a size, and a function to
             call with the graph of a micro-batch; returns tensors.
+        constant: variables that it does not change, whatever it looks like from outside.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], constant: Iterable[Any]) -> None:
+        self._constant = set(map(id, constant))
         self._graphs: list[Any] = []
         self._function = tf.function(
             lambda arguments, size: function(arguments, size, self._graphs.append)
@@ -47,7 +49,7 @@ class AutoSize:
         memory = Memory(variable.device for variable in graph.variables)
         # Seen from outside a loop, everything that is used in it may change.
         changed = (variable for one in self._graphs or [graph] for variable in changed_in(one))
-        before = [(variable, variable.numpy()) for variable in changed]
+        before = [(one, one.numpy()) for one in changed if id(one) not in self._constant]
 
         def put_back() -> None:
             for variable, value in before:
@@ -64,10 +66,10 @@ class AutoSize:
             try:
                 return self._run(batch, size, batch.count)
             except tf.errors.ResourceExhaustedError as error:
+                put_back()
                 if size == 1:
                     raise ContextError(not_even_one(memory, error)) from error
             # Outside the handler, whose traceback keeps tensors alive.
-            put_back()
             self.microbatch_size = size // 2
             warn_of_smaller_size(size, self.microbatch_size)
 
@@ -76,7 +78,9 @@ class AutoSize:
         return self._function(arguments, tf.constant(size))
 
 
-def auto_size(owner: Any, variables: Any, function: Callable[..., Any]) -> AutoSize:
+def auto_size(
+    owner: Any, forward: Any, variables: Any, function: Callable[..., Any]
+) -> AutoSize:
     """Return the size that has been, or will be, chosen for a function of the user's.
 
     It is kept with that function, or the object whose method it is: what is called again finds
@@ -84,8 +88,9 @@ def auto_size(owner: Any, variables: Any, function: Callable[..., Any]) -> AutoS
 
     Args:
         owner: the user's function.
+        forward: another one that it is used with, or `None`.
         variables: what it is differentiated by.
-        function: what computes, if it is new.
+        function: what computes, if it is new; see `AutoSize`.
     """
     if not tf.executing_eagerly() or replicas.inside_one_of_many():
         where = "strategy.run" if replicas.inside_one_of_many() else "a tf.function"
@@ -97,9 +102,10 @@ def auto_size(owner: Any, variables: Any, function: Callable[..., Any]) -> AutoS
             )
         )
     choices = _choices_of(owner)
-    key = (getattr(owner, "__name__", ""), *(id(one) for one in tf.nest.flatten(variables)))
+    places = repr(tf.nest.map_structure(id, variables))
+    key = (getattr(owner, "__name__", ""), id(forward), places)
     if key not in choices:
-        choices[key] = AutoSize(function)
+        choices[key] = AutoSize(function, map(_variable, tf.nest.flatten(variables)))
     return choices[key]
 
 
@@ -114,7 +120,7 @@ def _choices_of(owner: Any) -> dict[Any, AutoSize]:
     holder = getattr(owner, "__self__", owner)
     try:
         return vars(holder).setdefault(_CHOICES, {})
-    except TypeError:
+    except (TypeError, AttributeError):
         raise ArgumentError(
             explain(
                 received=f'microbatch_size="auto" for {owner!r}',
@@ -122,3 +128,9 @@ def _choices_of(owner: Any) -> dict[Any, AutoSize]:
                 fix="pass a function made with def or lambda",
             )
         ) from None
+
+
+def _variable(one: Any) -> Any:
+    """Return the TensorFlow variable of a variable of Keras, or of itself."""
+    value = getattr(one, "value", one)
+    return one if callable(value) else value

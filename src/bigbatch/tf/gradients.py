@@ -111,7 +111,7 @@ def value_and_gradients(
         return coupled_value_and_gradients(*functions, variables, batch, size)
 
     if microbatch_size == AUTO:
-        return auto_size(loss_fn, variables, compute)(Batch(batch, may_be_empty=False))
+        return auto_size(loss_fn, forward, variables, compute)(Batch(batch, may_be_empty=False))
     return compute(batch, positive_integer(microbatch_size, "microbatch_size"))
 
 

@@ -13,6 +13,9 @@ import tensorflow as tf
 
 from bigbatch.tf.compat import memory_limits
 
+_MOST_OF_A_CPU = 2**36
+"""The bytes that TensorFlow's allocator for GPUs takes on a CPU, if it is not told."""
+
 _STATUS = Path("/proc/self/status")
 
 
@@ -89,7 +92,10 @@ class Memory:
             return _available() if os.access("/proc/self/clear_refs", os.W_OK) else None
         if self._devices == ["CPU:0"]:
             megabytes = os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB")
-            return int(megabytes) * 2**20 if megabytes else _available()
+            if megabytes:
+                return int(megabytes) * 2**20
+            available = _available()
+            return None if available is None else min(available, _MOST_OF_A_CPU)
         limits = memory_limits()
         return min((limits[name] for name in self._devices if name in limits), default=None)
 

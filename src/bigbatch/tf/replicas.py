@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -41,13 +42,16 @@ def largest_of_all(strategy: Any, value: int) -> int:
     """
     if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return int(value)
-
-    def everyone(value: Any) -> Any:
-        return strategy.run(gather_from_inside, args=(value,))
-
-    # A function: values travel by operations that only a graph puts into an order.
-    values = tf.function(everyone, autograph=False)(tf.constant([int(value)], tf.int64))
+    values = _gathering(strategy)(tf.constant([int(value)], tf.int64))
     return int(tf.reduce_max(strategy.experimental_local_results(values)[0]))
+
+
+@functools.lru_cache(maxsize=None)
+def _gathering(strategy: Any) -> Any:
+    """Return a function that gathers values of all workers, traced once for a strategy."""
+    return tf.function(
+        lambda value: strategy.run(gather_from_inside, args=(value,)), autograph=False
+    )
 
 
 def sum_from_outside(

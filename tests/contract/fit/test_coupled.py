@@ -283,6 +283,7 @@ def coupled_loss(case):
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", STANDARD)
 def test_no_false_alarm(name):
     assert coupled_loss(STANDARD[name]) is None

@@ -53,6 +53,7 @@ def test_settings_on_two_replicas(name, mode, mirrored):
     check_same(result, expected, TOLERANCE["float32"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", built_in_optimizers())
 def test_every_built_in_optimizer(name, mode):
     case = Case(dense, optimizer=built_in_optimizers()[name], fit={"epochs": 1})
