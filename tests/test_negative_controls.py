@@ -73,7 +73,7 @@ def test_the_contract_catches(mistake, check, monkeypatch):
 
 
 def random_state_not_replayed(monkeypatch):
-    monkeypatch.setattr(twice, "_changed_in", lambda graph: [])
+    monkeypatch.setattr(twice, "changed_in", lambda graph: [])
 
 
 def temperature_gets_its_gradient_twice(monkeypatch):

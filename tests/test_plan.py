@@ -43,7 +43,12 @@ def probe(*arguments, limit=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "batch"), [("convolutional", 1024), ("transformer", 512), ("perceptron", 16384)]
+    ("model", "batch"),
+    [
+        pytest.param("convolutional", 1024, marks=pytest.mark.matrix),  # takes a minute
+        ("transformer", 512),
+        ("perceptron", 16384),
+    ],
 )
 def test_four_times_the_size_is_predicted_to_5_percent(model, batch):
     result = probe(model, batch)

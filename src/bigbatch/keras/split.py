@@ -44,9 +44,10 @@ class SplitEngine:
         self._batches = model.steps_per_execution
         self._on_batch: Any = self._train_on
         self._on_iterator: Any = self._train_on_next
-        self._make_functions()
+        self.make_functions()
 
-    def _make_functions(self) -> None:
+    def make_functions(self) -> None:
+        """Make graphs of what trains on a batch, unless it is to run eagerly."""
         if not self._model.run_eagerly:
             function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
             self._on_batch = function(self._train_on)
@@ -108,7 +109,7 @@ class SplitEngine:
         if self.state.is_complete:
             return
         if self.state.prepare(data):
-            self._make_functions()
+            self.make_functions()
         self._runner.prepare()
 
     def flush(self) -> None:

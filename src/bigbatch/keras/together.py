@@ -42,8 +42,9 @@ class TogetherEngine(SplitEngine):
         self._is_counted = False
         super().__init__(model, microbatch_size, batch_norm)
 
-    def _make_functions(self) -> None:
-        super()._make_functions()
+    def make_functions(self) -> None:
+        """Make graphs of the parts of a batch, unless they are to run eagerly."""
+        super().make_functions()
         if not self._model.run_eagerly:
             function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
             for name in ("_count_all", "_whole_of", "_run_all", "_finish"):

@@ -135,6 +135,7 @@ class _Trials:
                     fix="set TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported",
                 )
             )
+        self._engine.trace(self._batch(2))  # makes the variables that are still missing
         self._memory.in_one_piece()
         self._others = self._memory.in_use() - self._state_bytes()
         self._put_back: Callable[[], None] = lambda: None
