@@ -66,7 +66,7 @@ def test_auto_finds_a_size_that_fits_and_the_whole_batch_does_not():
     """Near the limit it is chance what fits: operations wait for others to give memory back."""
     size = probe("convolutional", json.dumps(AUTO), 100)["size"]
     assert probe("convolutional", f'{{"microbatch_size": {size}}}', 100)["updates"] == 3
-    assert size >= 0.75 * 256  # 256 has fitted in every run
+    assert size >= 0.75 * 256  # 240 and 288 were chosen in two runs
     larger = probe("convolutional", '{"microbatch_size": 512}', 100)
     assert "out of memory" in larger["message"]
     # A number is obeyed, and its failure suggests one that fits.

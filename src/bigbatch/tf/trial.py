@@ -54,7 +54,6 @@ def largest_that_fits(
     if is_unknown:
         return Found(batch, 0, None)
     limit = -agreed(-(memory.limit or 0))  # the smallest
-    memory.in_one_piece()
     search = SizeSearch(batch, limit, is_hard=until_it_fails and not is_soft)
     while search.next_size():
         size = search.next_size()
