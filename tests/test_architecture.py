@@ -14,7 +14,16 @@ import bigbatch
 
 SOURCE = Path(bigbatch.__file__).parent
 # A room may import from rooms of a lower floor, and from itself.
-FLOORS = {"errors": 0, "core": 1, "tf": 2, "keras": 3, "planner": 4, "diagnostics": 4, "cli": 5}
+FLOORS = {
+    "errors": 0,
+    "core": 1,
+    "tf": 2,
+    "keras": 3,
+    "planner": 4,
+    "diagnostics": 4,
+    "demo": 5,
+    "cli": 6,
+}
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras", "torch", "jax"}
 ALLOWED_FRAMEWORKS = {"errors": set(), "core": set(), "tf": {"tensorflow"}}
 
@@ -110,13 +119,21 @@ def test_without_tensorflow_the_error_says_what_to_install():
 def test_public_names_are_frozen():
     assert bigbatch.__all__ == [
         "GradientAccumulator",
+        "Monitor",
+        "NoiseScale",
+        "NoiseScaleEstimator",
         "Plan",
+        "Verification",
         "__version__",
         "accumulate",
+        "grow",
         "microbatch_size",
+        "piecewise",
         "plan",
         "restore",
+        "scale_learning_rate",
         "value_and_gradients",
+        "verify",
     ]
     public = [n for n in dir(bigbatch.GradientAccumulator) if not n.startswith("_")]
     own = [n for n in public if n in vars(bigbatch.GradientAccumulator)]

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 from bigbatch.errors import MissingFrameworkError, explain
 
 if TYPE_CHECKING:
+    from bigbatch.core.noise import NoiseScaleEstimator as NoiseScaleEstimator
+    from bigbatch.core.schedules import grow as grow
+    from bigbatch.core.schedules import piecewise as piecewise
+    from bigbatch.diagnostics.monitor import Monitor as Monitor
+    from bigbatch.diagnostics.noise_scale import NoiseScale as NoiseScale
+    from bigbatch.diagnostics.verification import Verification as Verification
+    from bigbatch.diagnostics.verify import verify as verify
     from bigbatch.keras.accumulate import accumulate as accumulate
     from bigbatch.keras.accumulate import microbatch_size as microbatch_size
     from bigbatch.keras.accumulate import restore as restore
+    from bigbatch.keras.learning_rate import scale_learning_rate as scale_learning_rate
     from bigbatch.planner.measure import plan as plan
     from bigbatch.planner.plan import Plan as Plan
     from bigbatch.tf.accumulator import GradientAccumulator as GradientAccumulator
@@ -24,23 +32,39 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "GradientAccumulator": "bigbatch.tf.accumulator",
+    "Monitor": "bigbatch.diagnostics.monitor",
+    "NoiseScale": "bigbatch.diagnostics.noise_scale",
+    "NoiseScaleEstimator": "bigbatch.core.noise",
     "Plan": "bigbatch.planner.plan",
+    "Verification": "bigbatch.diagnostics.verification",
     "accumulate": "bigbatch.keras.accumulate",
+    "grow": "bigbatch.core.schedules",
     "microbatch_size": "bigbatch.keras.accumulate",
+    "piecewise": "bigbatch.core.schedules",
     "plan": "bigbatch.planner.measure",
     "restore": "bigbatch.keras.accumulate",
+    "scale_learning_rate": "bigbatch.keras.learning_rate",
     "value_and_gradients": "bigbatch.tf.gradients",
+    "verify": "bigbatch.diagnostics.verify",
 }
 
 __all__ = [
     "GradientAccumulator",
+    "Monitor",
+    "NoiseScale",
+    "NoiseScaleEstimator",
     "Plan",
+    "Verification",
     "__version__",
     "accumulate",
+    "grow",
     "microbatch_size",
+    "piecewise",
     "plan",
     "restore",
+    "scale_learning_rate",
     "value_and_gradients",
+    "verify",
 ]
 
 

@@ -7,29 +7,71 @@ import importlib
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any, Sequence
 
 from bigbatch.errors import ArgumentError, BigbatchError, explain
 
-_EXAMPLE = """\
-examples:
-  bigbatch plan train:make --batch-size 256
-  bigbatch plan train:make --batch-size 256 --memory-limit 8GiB --plot plan.png
-
+_FACTORY = """
   where train.py, in this directory, has
 
     def make():
         ...
         model.compile("adam", "mse")
-        return model, x, y          # or: return model, dataset
+        return model, x, y
 
-exit codes: 0 all is well, 1 it does not fit, 2 what was asked for cannot be done
+"""
+
+_PLAN = f"""\
+examples:
+  bigbatch plan train:make --batch-size 256
+  bigbatch plan train:make --batch-size 256 --memory-limit 8GiB --plot plan.png
+{_FACTORY}\
+exit codes: 0 it fits, 1 it does not, 2 what was asked for cannot be done
+"""
+
+_VERIFY = f"""\
+examples:
+  bigbatch verify train:make --microbatch-size 32
+  bigbatch verify train:make --microbatch-size 32 --coupled --json
+{_FACTORY}\
+exit codes: 0 it is the same, 1 it is not, 2 what was asked for cannot be done
+"""
+
+_DEMO = """\
+examples:
+  bigbatch demo
+  bigbatch demo --output results
+
+exit codes: 0 all is well, 2 it could not be run
+"""
+
+_RUN = """\
+examples:
+  bigbatch run train.py --microbatch-size auto
+  bigbatch run train.py --microbatch-size 32 -- --epochs 10
+  bigbatch run train.py --accumulation-steps 8
+
+exit codes: those of the script, or 2 if what was asked for cannot be done
+"""
+
+_ALL = """\
+examples:
+  bigbatch demo
+  bigbatch run train.py --microbatch-size auto
+  bigbatch verify train:make --microbatch-size 32
+  bigbatch plan train:make --batch-size 256
+
+`bigbatch COMMAND --help` says more.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    end = given.index("--") if "--" in given else len(given)
+    options = _parser().parse_args(given[:end])
+    options.arguments = given[end + 1 :]
     # Before TensorFlow is imported: quiet, and with an allocator that counts every byte.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
@@ -49,20 +91,77 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "bigbatch",
         description="Train with any batch size on the memory you have.",
-        epilog=_EXAMPLE,
+        epilog=_ALL,
         formatter_class=shape,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    plan = commands.add_parser(
-        "plan",
-        help="which micro-batch fits, and what it takes",
-        description="Measure what micro-batches take, and choose one that fits.",
-        epilog=_EXAMPLE,
-        formatter_class=shape,
+
+    def command(run: Any, summary: str, description: str, epilog: str, **more: Any) -> Any:
+        added = commands.add_parser(
+            run.__name__.lstrip("_"),
+            **more,
+            help=summary,
+            description=description,
+            epilog=epilog,
+            formatter_class=shape,
+        )
+        added.set_defaults(run=run)
+        return added
+
+    demo = command(
+        _demo,
+        "the main job in a minute",
+        "Train on a device that is too small, and see that nothing is lost.",
+        _DEMO,
     )
-    plan.add_argument(
-        "factory", metavar="MODULE:FACTORY", help="a function that returns (model, x, y)"
+    demo.add_argument(
+        "--output", default=".", metavar="DIRECTORY", help="where demo.png and demo.html go"
     )
+    run = command(
+        _run,
+        "run a script with every fit() accumulated",
+        "Run an unmodified Keras script with every fit() accumulated.",
+        _RUN,
+        usage="bigbatch run SCRIPT (--microbatch-size N|auto | --accumulation-steps N)\n"
+        "                    [--batch-norm MODE] [--coupled] [-- ARGS]",
+    )
+    run.add_argument("script", metavar="SCRIPT", help="a Python file")
+    how = run.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--microbatch-size",
+        type=_size,
+        metavar="N|auto",
+        help="cut batches into so many samples",
+    )
+    how.add_argument(
+        "--accumulation-steps", type=int, metavar="N", help="batches of the data per update"
+    )
+    _add_setting(run)
+
+    verify = command(
+        _verify,
+        "does it equal the full batch on my model?",
+        "Compare an update from micro-batches with that of the full batch, on a model.",
+        _VERIFY,
+    )
+    _add_factory(verify)
+    verify.add_argument(
+        "--microbatch-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="samples per micro-batch",
+    )
+    _add_setting(verify)
+    verify.add_argument("--json", action="store_true", help="print the result as JSON")
+
+    plan = command(
+        _plan,
+        "which micro-batch fits, and what it takes",
+        "Measure what micro-batches take, and choose one that fits.",
+        _PLAN,
+    )
+    _add_factory(plan)
     plan.add_argument(
         "--batch-size", type=int, required=True, metavar="N", help="samples per update"
     )
@@ -74,8 +173,54 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--time", action="store_true", help="measure the time of updates, too")
     plan.add_argument("--plot", metavar="FILE", help="draw the plan into a PNG or PDF file")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    plan.set_defaults(run=_plan)
     return parser
+
+
+def _size(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _add_factory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "factory", metavar="MODULE:FACTORY", help="a function that returns (model, x, y)"
+    )
+
+
+def _add_setting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch-norm", default="pooled", metavar="MODE", help="pooled, microbatch or frozen"
+    )
+    parser.add_argument("--coupled", action="store_true", help="samples meet in the loss")
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from bigbatch.demo import run
+
+    run(Path(options.output), lambda report: _show(report, None))
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    from bigbatch.keras.script import run_script
+
+    names = ("microbatch_size", "accumulation_steps", "batch_norm", "coupled")
+    setting = {name: getattr(options, name) for name in names}
+    return run_script(options.script, options.arguments, setting)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from bigbatch.diagnostics.verify import verify
+
+    model, *data = _made_by(options.factory)
+    result = verify(
+        model,
+        *data,
+        microbatch_size=options.microbatch_size,
+        batch_norm=options.batch_norm,
+        coupled=options.coupled,
+    )
+    _show(result, result.to_dict() if options.json else None)
+    return 0 if result.ok else 1
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -23,6 +23,10 @@ class ContextError(BigbatchError, RuntimeError):
     """A call was made in the wrong place, for example inside `strategy.run`."""
 
 
+class DifferenceError(BigbatchError, AssertionError):
+    """Accumulation does not give the update of the full batch."""
+
+
 class MissingFrameworkError(BigbatchError, ImportError):
     """TensorFlow is needed and is not installed."""
 

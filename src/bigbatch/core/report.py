@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import io
 from dataclasses import dataclass
-from typing import Any, Sequence, Tuple
+from typing import Any, Callable, Iterator, Sequence, Tuple
 
 _WIDTH = 88
 
@@ -65,6 +66,22 @@ class Report:
             parts.append("</tbody></table>")
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         return "".join([*parts, f"<ul>{notes}</ul>"])
+
+
+@contextlib.contextmanager
+def progress(verbose: bool, title: str) -> Iterator[Callable[[str], None]]:
+    """Return a block with a way to say what is being done, on the error stream."""
+    if not verbose:
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(f"{title} {text}", highlight=False)
+        return
+    with console.status(title) as status:
+        yield lambda text: status.update(f"{title} {text}")
 
 
 def _row(tag: str, cells: Sequence[str], *, is_bold: bool = False) -> str:

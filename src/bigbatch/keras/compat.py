@@ -92,6 +92,16 @@ def batches_of(epoch_iterator: Any) -> tuple[int | None, int | None, int | None]
     return epoch_iterator.num_batches, size, rest
 
 
+def certain_batches_of(epoch_iterator: Any) -> int | None:
+    """Return after how many batches every epoch ends, or `None` if that is not certain.
+
+    Some epochs are shorter if the data ends before `steps_per_epoch`, or not at a multiple.
+    """
+    if epoch_iterator.steps_per_epoch and epoch_iterator.data_adapter.num_batches:
+        return None
+    return epoch_iterator.num_batches
+
+
 def layers_of(model: Any) -> list[Any]:
     """Return the layers of a model, however deep they are."""
     return list(model._flatten_layers(include_self=False))
@@ -121,6 +131,15 @@ def uses_inputs_after_call(model: Any) -> bool:
 def call(model: Any, x: Any, *, training: bool) -> Any:
     """Call the model as `train_step` does, in training or inference mode."""
     return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def without_training(layer: Any) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which a layer does as in inference, if it knows the difference."""
+    if not layer._call_has_training_arg:
+        return contextlib.nullcontext()
+    call = layer.call
+    instead = lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})  # noqa: E731
+    return replaced(layer, call=instead)
 
 
 def losses_of_layers(model: Any) -> list[Any]:

@@ -85,7 +85,11 @@ class CoupledRunner(Runner):
             # The same on every replica: each has a part of it.
             own = as_gradient_of(variable, own, 1 / share.replicas)
             gradients.append(added(gradient, own))
-        sums = {"gradients": gradients, "logs": logs}
+        sums: dict[str, Any] = {"gradients": gradients, "logs": logs}
+        if self._insight is not None:
+            parts = tf.math.ceil(batch.count / microbatch_size)
+            counts = [tf.cast(count, WEIGHT_DTYPE) for count in (parts, batch.count)]
+            sums["insight"] = {"counts": counts}
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
         return tf.nest.flatten(sums)
 
@@ -95,6 +99,8 @@ class CoupledRunner(Runner):
         (collected,) = self._collected
         with outside_strategy_scope(), after(flat):
             gradients = map(as_gradient_of, collected.variables, sums["gradients"])
+            if self._insight is not None:
+                self._insight.note(sums["insight"], [], None)
             collected.optimizer.apply(list(gradients), collected.variables)
         self._close_sums()
         return sums["logs"]

@@ -64,11 +64,11 @@ def warn_of_coupled_loss(sample: Sample) -> None:
 
 def refuse_mixing_layers(batch_norm: str, sample: Sample) -> None:
     """Raise if samples meet before the loss: two passes are not exact then."""
-    layer = None
+    layers: list[Any] = []
     with contextlib.suppress(Exception):
-        layer = sample.mixing_layer(batch_norm)
-    if layer is not None:
-        raise ArgumentError(rows_meet(layer))
+        layers = sample.mixing_layers(batch_norm)
+    if layers:
+        raise ArgumentError(rows_meet(layers[0]))
 
 
 def rows_meet(layer: Any) -> str:
@@ -135,24 +135,41 @@ class Sample:
             return compat.name_of_loss(self._model)
         return None
 
-    def mixing_layer(self, batch_norm: str) -> Any:
-        """Return the first layer in which samples meet, or `None`."""
-        other_x = tf.nest.map_structure(self._with_others, self._x)
-        calls = (self._calls(x, batch_norm) for x in (self._x, other_x, self._x))
-        for (layer, *here), (_, *there), (_, *again) in zip(*calls):
-            # What is not even the same for the same samples is random: that says nothing.
-            inputs, outputs = (self._differ(*pair) for pair in zip(here, there))
-            if outputs and not inputs and not self._differ(here[1], again[1]):
-                return layer
-        return None
+    def mixing_layers(self, batch_norm: str) -> list[Any]:
+        """Return the layers in which samples meet."""
 
-    def _calls(self, x: Any, batch_norm: str) -> list[tuple[Any, list[Any], list[Any]]]:
-        """Return the layers in the order in which they are done, with inputs and outputs."""
-        done: list[tuple[Any, list[Any], list[Any]]] = []
+        def mixes(call: Callable[..., Any], args: Any, kwargs: Any, outputs: list[Any]) -> bool:
+            # What is not even the same for the same samples is random: that says nothing.
+            if self._differ(outputs, keras.tree.flatten(call(*args, **kwargs))):
+                return False
+            args, kwargs = tf.nest.map_structure(self._with_others, (args, kwargs))
+            return self._differ(outputs, keras.tree.flatten(call(*args, **kwargs)))
+
+        return self._layers_where(mixes, batch_norm)
+
+    def random_layers(self) -> list[Any]:
+        """Return the layers that do something else each time."""
+
+        def draws(call: Callable[..., Any], args: Any, kwargs: Any, outputs: list[Any]) -> bool:
+            return self._differ(outputs, keras.tree.flatten(call(*args, **kwargs)))
+
+        return self._layers_where(draws, "microbatch")
+
+    def _layers_where(self, test: Callable[..., bool], batch_norm: str) -> list[Any]:
+        """Return the layers that pass a test of a call, not those around them."""
+        found: list[Any] = []
+        is_test = False
 
         def call(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_test
             outputs = original(*args, **kwargs)
-            done.append((layer, keras.tree.flatten(args), keras.tree.flatten(outputs)))
+            if not is_test and layer not in found:
+                is_test = True
+                try:
+                    if test(original, args, kwargs, keras.tree.flatten(outputs)):
+                        found.append(layer)
+                finally:
+                    is_test = False
             return outputs
 
         norm = BatchNorm(self._model, batch_norm)
@@ -160,8 +177,10 @@ class Sample:
             for layer in (*compat.layers_of(self._model), self._model):
                 watched = functools.partial(call, layer, layer.call)
                 stack.enter_context(replaced(layer, call=watched))
-            compat.call(self._model, x, training=True)
-        return done
+            compat.call(self._model, self._x, training=True)
+        inside = {id(one): {id(part) for part in compat.layers_of(one)} for one in found}
+        ids = set(inside)
+        return [layer for layer in found if not inside[id(layer)] & ids]
 
     def _gradients(self, outputs: Any, flat: list[Any]) -> list[Any]:
         with tf.GradientTape() as tape:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any, Callable, Iterator
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from bigbatch.tf.batch import sample_count
@@ -69,6 +71,15 @@ def as_tensor(leaf: Any) -> Any:
     if leaf is None or tf.is_tensor(leaf) or isinstance(leaf, tf.distribute.DistributedValues):
         return leaf
     return tf.convert_to_tensor(leaf)
+
+
+def as_fit_has_it(leaf: Any) -> Any:
+    """Return an array as a tensor of the type that `fit` gives it."""
+    if leaf is None or tf.is_tensor(leaf):
+        return leaf
+    leaf = np.asarray(leaf)
+    is_float = np.issubdtype(leaf.dtype, np.floating)
+    return tf.convert_to_tensor(leaf.astype(keras.config.floatx()) if is_float else leaf)
 
 
 def with_any_count(leaf: Any) -> Any:

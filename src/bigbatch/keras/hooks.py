@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from typing import Any
+from typing import Any, Callable
 
 import tensorflow as tf
 
@@ -17,8 +17,10 @@ from bigbatch.keras import compat
 from bigbatch.keras.announcement import Epoch, announcement, warn_of_conflicts
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.data import on_next, without_optionals
+from bigbatch.keras.insight import Insight, insight_of, set_insight
 from bigbatch.keras.setting import Setting
 from bigbatch.keras.trial import largest_trial_that_fits
+from bigbatch.keras.window import WindowEngine
 from bigbatch.tf.auto import AUTO
 
 _HOOKS = "_bigbatch_hooks"
@@ -33,6 +35,7 @@ class _Hooks:
         self.setting = setting
         self._fit_arguments: dict[str, Any] | None = None
         self._is_quiet = False
+        self._batches_per_epoch: int | None = None
         self._logs: Any = None
         self.engine: Any = None
         self._signature = inspect.signature(model.fit)
@@ -49,15 +52,21 @@ class _Hooks:
             self.methods["make_test_function"] = self.make_test_function
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fit_with(type(self._model).fit, *args, **kwargs)
+
+    def fit_with(self, fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do what `fit(model, *args, **kwargs)` does, and more."""
         if self.engine is not None:
             self.engine.flush()  # a window that `train_on_batch` has left open
         with contextlib.suppress(TypeError):  # which `fit` itself raises better
-            self._fit_arguments = self._signature.bind(*args, **kwargs).arguments
+            # An own `fit` may pass on what it does not name.
+            bound = self._signature.bind(*args, **kwargs).arguments
+            self._fit_arguments = {**bound, **kwargs}
             self._is_quiet = not self._is_first_worker() or (
                 self._fit_arguments.get("verbose", "auto") == 0
             )
         try:
-            return type(self._model).fit(self._model, *args, **kwargs)
+            return fit(self._model, *args, **kwargs)
         except BaseException as error:
             if self._is_multi_worker and isinstance(error, _LOST_WORKER):
                 raise _lost_worker(error) from error
@@ -68,7 +77,10 @@ class _Hooks:
                 raise _out_of_memory(size, self._size_that_fits(size)) from error
             raise
         finally:
-            self._fit_arguments = None
+            self._fit_arguments = self._batches_per_epoch = None
+            insight = insight_of(self._model)
+            if insight is not None:
+                insight.logs.clear()
 
     def _size_that_fits(self, too_large: int) -> int | None:
         """Return a size that would fit, if that can be found out now."""
@@ -97,6 +109,7 @@ class _Hooks:
         # The first to see what `fit` trains on; evaluation comes here later.
         if self._fit_arguments is not None and iterator is not None:
             arguments, self._fit_arguments = self._fit_arguments, None
+            self._batches_per_epoch = compat.certain_batches_of(iterator)
             self._announce(Epoch(*compat.batches_of(iterator)), arguments)
 
     def _announce(self, epoch: Epoch, arguments: dict[str, Any]) -> None:
@@ -120,6 +133,8 @@ class _Hooks:
             _check_optimizers(model)
             self.engine = self.setting.make_engine(model, self._say)
             model.train_function = self.train
+        if isinstance(self.engine, WindowEngine):
+            self.engine.batches_per_epoch = self._batches_per_epoch
         return model.train_function
 
     def train(self, iterator: Any) -> dict[str, Any]:
@@ -146,9 +161,13 @@ class _Hooks:
 
     def end_epoch(self, logs: Any) -> Any:
         # Evaluation ends here too, perhaps in the middle of a window, with logs of its own.
-        if logs is self._logs:
-            logs = self.engine.flush() or logs
-        return getattr(type(self._model), compat.END_OF_EPOCH)(self._model, logs)
+        result = getattr(type(self._model), compat.END_OF_EPOCH)
+        if logs is not self._logs:
+            return result(self._model, logs)
+        logs = result(self._model, self.engine.flush() or logs)
+        insight = insight_of(self._model)
+        extra = insight.logs if insight else {}
+        return {**logs, **{name: read() for name, read in extra.items()}}
 
 
 def attach(model: Any, setting: Setting) -> None:
@@ -168,7 +187,18 @@ def detach(model: Any) -> None:
             hooks.engine.flush()
         for name in hooks.methods:
             vars(model).pop(name, None)
+    set_insight(model, None)
     model.train_function = model.test_function = None
+
+
+def is_attached(model: Any) -> bool:
+    """Say whether a model accumulates."""
+    return _HOOKS in vars(model)
+
+
+def fit_with(model: Any, fit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Train a model that accumulates with `fit`, which is not that of its class."""
+    return vars(model)[_HOOKS].fit_with(fit, *args, **kwargs)
 
 
 def size_of(model: Any) -> int | None:
@@ -181,6 +211,40 @@ def setting_of(model: Any) -> Setting:
     """Return how a model accumulates, or would if it was asked to choose."""
     hooks = vars(model).get(_HOOKS)
     return hooks.setting if hooks else Setting(microbatch_size=AUTO)
+
+
+def observe(model: Any, *, what: str, with_noise: bool) -> Insight:
+    """Let the updates of a model be noted; return where.
+
+    Args:
+        model: a model for which `accumulate` has been called.
+        what: what asks for it, in messages.
+        with_noise: whether the noise of gradients is noted, too.
+    """
+    hooks = vars(model).get(_HOOKS)
+    if hooks is None:
+        raise ContextError(
+            explain(
+                received=f"{what} for a model that does not accumulate",
+                expected="a model that is trained with micro-batches",
+                fix="call bigbatch.accumulate(model, ...) before fit()",
+            )
+        )
+    if with_noise and hooks.setting.coupled:
+        raise ContextError(
+            explain(
+                received=f"{what} for a model with coupled=True",
+                expected="micro-batches that each have a loss of their own",
+                fix=f"leave {what} out: of a coupled loss no part has a gradient by itself",
+            )
+        )
+    insight = insight_of(model)
+    if insight is None or with_noise > insight.with_noise:
+        insight = insight or Insight()
+        insight.with_noise = with_noise
+        set_insight(model, insight)
+        model.train_function = None  # to be made anew, with this
+    return insight
 
 
 def _out_of_memory(size: int, fitting: int | None) -> ContextError:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from bigbatch.keras import compat
 from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.collector import Collected, collecting, optimizers_of
+from bigbatch.keras.insight import insight_of
 from bigbatch.keras.terms import (
     ONE,
     OWN,
@@ -24,7 +25,15 @@ from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.buffers import DenseSum
 from bigbatch.tf.compat import outside_strategy_scope
-from bigbatch.tf.values import WEIGHT_DTYPE, after, as_gradient_of, flattened, packed, shaped
+from bigbatch.tf.values import (
+    WEIGHT_DTYPE,
+    after,
+    as_gradient_of,
+    flattened,
+    packed,
+    shaped,
+    squared_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,10 @@ class Runner:
         self._collected: list[Collected] = []
         self._term_metrics: list[Any] = []
         self._mean_metrics: list[Any] = []
+        self._left_alone: set[str] = set()
         self._structure: Any = None
         self._sums: dict[tuple[int, int], DenseSum] = {}
+        self._insight = insight_of(model)
 
     def prepare(self) -> None:
         """Make places to add up gradients in, before anything is traced.
@@ -99,6 +110,8 @@ class Runner:
             if gradient is None or isinstance(gradient, tf.IndexedSlices):
                 total = None
             gradient = _weighted(collected, variable, gradient, weight)
+            if self._insight is not None and self._insight.with_noise:
+                collected.squares.append(squared_norm(gradient))
             if total is not None:
                 total.add(gradient)
             collected.sums.append(total)
@@ -119,6 +132,10 @@ class Runner:
         self._collected = collected
         self._term_metrics = [metric for metric, _ in recorder.values]
         self._mean_metrics = [metric for metric, _ in recorder.means]
+        self._left_alone = recorder.left_alone(self._model)
+        insight = None
+        if self._insight is not None:
+            insight = self._insight.of_microbatch(collected, samples, weight)
         return {
             "gradients": [one.gradients for one in collected],
             "logs": {name: times(value, samples) for name, value in logs.items()},
@@ -126,6 +143,7 @@ class Runner:
             "means": [times(value, samples) for _, value in recorder.means],
             "moments": moments,
             "samples": samples,
+            "insight": insight,
         }
 
     def _correction(self, whole: Whole, samples: Any, position: int, denominator: Any) -> Any:
@@ -185,6 +203,9 @@ class Runner:
         ]
         if self._replicas > 1:
             sums["gradients"] = self._scaled(sums["gradients"], unit)
+            if self._insight is not None:
+                squares = sums["insight"]["squares"]
+                sums["insight"]["squares"] = [square * unit for square in squares]
         elif unit is not count:
             sums["unit"] = unit
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
@@ -197,13 +218,21 @@ class Runner:
         self._build_optimizers()
         # Or an update counter would count one that then fails for want of its gradients.
         with outside_strategy_scope(), after(flat):
-            gradients = sums["gradients"]
+            gradients, scale = sums["gradients"], tf.ones([], WEIGHT_DTYPE)
             if self._replicas > 1:
-                gradients = self._scaled(gradients, 1 / count)
+                scale = 1 / count
+                gradients = self._scaled(gradients, scale)
             elif "unit" in sums:
-                gradients = self._rescaled(gradients, sums["unit"] / count)
-            for one, mean in zip(self._collected, gradients):
-                mean = [as_gradient_of(*pair) for pair in zip(one.variables, mean)]
+                scale = sums["unit"] / count
+                gradients = self._rescaled(gradients, scale)
+            means = [
+                [as_gradient_of(*pair) for pair in zip(one.variables, mean)]
+                for one, mean in zip(self._collected, gradients)
+            ]
+            if self._insight is not None:
+                optimizers = [one.optimizer for one in self._collected]
+                self._insight.note(sums["insight"], list(zip(optimizers, means)), scale)
+            for one, mean in zip(self._collected, means):
                 one.optimizer.apply(mean, one.variables)
             self._norm.update(sums["moments"])
         self._close_sums()
@@ -244,8 +273,9 @@ class Runner:
     def logs(self, sums: dict[str, Any], count: Any) -> dict[str, Any]:
         """Return this replica's logs, times `count`: metrics as they are, else the sums."""
         results = self._model.get_metrics_result()
+        metrics = results.keys() - self._left_alone
         return {
-            name: times(results[name], count) if name in results else value
+            name: times(results[name], count) if name in metrics else value
             for name, value in sums.items()
         }
 

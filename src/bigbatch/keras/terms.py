@@ -128,6 +128,7 @@ class TermRecorder:
         """Metrics that track a term, and the term's value in this micro-batch."""
         self.means: list[tuple[Any, Any]] = []
         """Metrics that a `train_step` updates with one number, and that number."""
+        self._updated: set[int] = set()
 
     @contextlib.contextmanager
     def watching(self, model: Any) -> Iterator[None]:
@@ -140,6 +141,15 @@ class TermRecorder:
             compile_loss = compat.compile_loss_of(model)
             stack.enter_context(watching_loss(compile_loss, self._corrected, self._record))
             yield
+
+    def left_alone(self, model: Any) -> set[str]:
+        """Return the names of metrics that say nothing, as `train_step` did not update them."""
+        updated = self._updated | {id(metric) for metric, _ in self.values}
+        said, unsaid = set(), set()
+        for metric in model.metrics:
+            is_known = type(metric) is keras.metrics.Mean and id(metric) not in updated
+            (unsaid if is_known else said).add(metric.name)
+        return unsaid - said
 
     def _corrected(self, loss: Any) -> Callable[..., Any]:
         def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -162,6 +172,7 @@ class TermRecorder:
         self, metric: Any, update_state: Any, values: Any, sample_weight: Any = None
     ) -> None:
         """Update a metric, unless it is with one number: that counts once per batch."""
+        self._updated.add(id(metric))
         values = keras.ops.convert_to_tensor(values)
         if values.shape.rank == 0 and sample_weight is None:
             self.means.append((metric, values))

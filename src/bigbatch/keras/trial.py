@@ -12,6 +12,7 @@ import tensorflow as tf
 from bigbatch.keras import compat
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.data import largest_count
+from bigbatch.keras.insight import insight_of
 from bigbatch.tf.compat import outside_strategy_scope
 from bigbatch.tf.memory import Memory
 from bigbatch.tf.replicas import largest_of_all
@@ -84,6 +85,8 @@ def all_variables_of(model: Any) -> list[Any]:
     for optimizer in optimizers_of(model):
         variables += optimizer.variables
     values = [getattr(variable, "value", variable) for variable in variables]
+    insight = insight_of(model)
+    values += insight.variables if insight else []
     local = compat.strategy_of(model).experimental_local_results
     parts = {id(p): p for v in [*values, *compat.state_of(model)] for p in local(v)}
     return list(parts.values())

@@ -28,13 +28,26 @@ from bigbatch.tf.buffers import local_variable
 from bigbatch.tf.running import RunningTotal
 from bigbatch.tf.values import WEIGHT_DTYPE
 
+_GRAPHS = (
+    "_add_next",
+    "_add_data",
+    "_logs_so_far",
+    "_finish",
+    "_count",
+    "_open_held",
+    "_update",
+)
+
 
 class WindowEngine:
     """Trains `model` with windows of batches of the data set.
 
-    Each batch runs as it comes and adds its gradients to buffers. If a term of the loss divides
-    by something else than samples, what it divides by is known only when the window is full:
-    then the inputs of the window are held, and run when they are all there.
+    The batches of a window are left to the iterator until `fit` has asked for the last of them,
+    and then run and make the update in one graph. The first batch of an epoch runs as it
+    comes, so that there are logs, and so does every batch if it is not known when an epoch
+    ends. If a term of the loss divides by something else than samples, what it divides by is
+    known only when the window is full: then the inputs of the window are held, and run when
+    they are all there.
 
     Args:
         model: a compiled Keras model.
@@ -56,48 +69,55 @@ class WindowEngine:
         self._filled = 0
         self._holds = False
         self._held: list[Any] = []
+        self._waiting = 0
+        self._iterator: Any = None
+        self.batches_per_epoch: int | None = None
+        """After how many batches an epoch ends, if that is certain."""
+        self._batches = 0
+        self._logs: Any = None
 
     def train(self, iterator: Any) -> dict[str, Any]:
-        """Train on the next batches of `iterator`; return the logs."""
-        left = self._model.steps_per_execution
-        logs: Any = None
+        """Train on the next batches of `iterator`, at once or later; return the logs."""
         iterator = iterator if is_iterator(iterator) else iter(iterator)
+        count = self._model.steps_per_execution
+        self._batches += count
         with self._protected():
-            while left:
-                if not self._filled:
-                    self._length = self._next_length()
-                    self._length_tensor = tf.constant(self._length, WEIGHT_DTYPE)
-                wanted = min(left, self._length - self._filled)
-                try:
-                    done, logs = self._add(iterator, wanted)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    if logs is None:
-                        raise
-                    return logs
-                self._filled += done
-                left -= done
-                if self._filled == self._length:
-                    logs = self.flush()
-        return logs
+            if self._can_wait(iterator):
+                self._iterator = iterator
+                self._waiting += count
+                self._train_waiting(is_last=self._batches >= (self.batches_per_epoch or 0))
+            else:
+                self._train_now(iterator, count)
+        return self._logs
 
     def flush(self) -> dict[str, Any] | None:
-        """Make one update of what the window holds; return the logs, or `None` if nothing."""
-        if not self._filled:
-            return None
+        """Make one update of what is left of an epoch; return the logs, if there are any."""
+        logs = None
         with self._protected():
-            if self._holds:
-                self._open_held()
-                for index, data in enumerate(self._held):
-                    self._add_data(data, self._length_tensor, index == 0)
-            logs = self._update()
-        self._filled, self._held = 0, []
+            if self._waiting:
+                with contextlib.suppress(*END_OF_DATA):
+                    self._train_waiting(is_last=True)
+                logs = self._logs
+            if self._filled:
+                logs = self._close()
+        self._begin_epoch()
         return logs
 
     def roll_back(self) -> None:
         """Forget the window; metrics, moving statistics and random state are as before it."""
         if self._filled:
-            self._filled, self._held = 0, []
             self._state.restore()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._end_window()
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._batches, self._waiting, self._logs, self._iterator = 0, 0, None, None
+
+    def _end_window(self) -> None:
+        self._length, self._filled, self._held = 0, 0, []
 
     @contextlib.contextmanager
     def _protected(self) -> Iterator[None]:
@@ -106,8 +126,62 @@ class WindowEngine:
                 yield
         except BaseException as error:
             if not isinstance(error, END_OF_DATA):
-                self._filled, self._held = 0, []
+                self._forget()
             raise
+
+    def _can_wait(self, iterator: Any) -> bool:
+        """Say whether batches can be left to the iterator, as nobody needs their logs yet."""
+        is_ready = self._runner is not None and self._first_look.is_done
+        is_streamed = not self._holds and not self._model.run_eagerly and is_iterator(iterator)
+        has_logs = self._logs is not None
+        return is_ready and is_streamed and has_logs and self.batches_per_epoch is not None
+
+    def _train_waiting(self, *, is_last: bool) -> None:
+        """Make the updates for which enough batches wait in the iterator, or a short one."""
+        while self._waiting:
+            self._begin_window()
+            missing = self._length - self._filled
+            if self._waiting < missing and not is_last:
+                return
+            wanted, is_first = min(self._waiting, missing), not self._filled
+            self._waiting -= wanted
+            self._logs = self._finish(
+                self._iterator, tf.constant(wanted), self._length_tensor, is_first
+            )
+            self._end_window()
+
+    def _train_now(self, iterator: Any, left: int) -> None:
+        """Train on the next `left` batches, or fewer if there are no more."""
+        is_any = False
+        while left:
+            self._begin_window()
+            wanted = min(left, self._length - self._filled)
+            try:
+                done, self._logs = self._add(iterator, wanted)
+            except END_OF_DATA:
+                if is_any:
+                    return
+                raise
+            is_any = True
+            self._filled += done
+            left -= done
+            if self._filled == self._length:
+                self._logs = self._close()
+
+    def _begin_window(self) -> None:
+        if not self._length:
+            self._length = self._next_length()
+            self._length_tensor = tf.constant(self._length, WEIGHT_DTYPE)
+
+    def _close(self) -> dict[str, Any]:
+        """Make one update of what the window holds; return the logs."""
+        if self._holds:
+            self._open_held()
+            for index, data in enumerate(self._held):
+                self._add_data(data, self._length_tensor, index == 0)
+        logs = self._update()
+        self._end_window()
+        return logs
 
     def _next_length(self) -> int:
         updates = 0
@@ -131,7 +205,8 @@ class WindowEngine:
             self._prepare(tf.nest.map_structure(with_any_count, data), Lengths.ANY)
         self._first_look.at(data)
         if not self._holds:
-            return 1, self._add_data(data, self._length_tensor, is_first)
+            self._add_data(data, self._length_tensor, is_first)
+            return 1, self._logs_so_far()
         self._count(data, is_first)
         self._held.append(data)
         return 1, self._model.get_metrics_result()
@@ -168,8 +243,10 @@ class WindowEngine:
             self._state.prepare(types)  # what could only be built by tracing
         if not model.run_eagerly:
             function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
-            for name in ("_add_next", "_add_data", "_count", "_open_held", "_update"):
-                setattr(self, name, function(getattr(self, name)))
+            for name in _GRAPHS:
+                # Or TensorFlow would warn that methods of many models are traced many times.
+                method = functools.partial(getattr(self, name))
+                setattr(self, name, function(method))
 
     def _run(self, data: Any) -> dict[str, Any]:
         """Run one micro-batch on one replica."""
@@ -182,15 +259,26 @@ class WindowEngine:
     def _add_next(
         self, iterator: Any, wanted: Any, length: Any, is_first: bool
     ) -> tuple[Any, dict[str, Any]]:
+        """Add the next batches to the window; return how many there were, and the logs."""
+        return self._take(iterator, wanted, length, is_first), self._logs_so_far()
+
+    def _finish(
+        self, iterator: Any, wanted: Any, length: Any, is_first: bool
+    ) -> dict[str, Any]:
+        """Add the next batches to the window and make the update; return the logs."""
+        self._take(iterator, wanted, length, is_first)
+        return self._update()
+
+    def _take(self, iterator: Any, wanted: Any, length: Any, is_first: bool) -> Any:
         return on_next(
             iterator,
             lambda data: self._add_data(data, length, is_first),
             lambda data: self._add_data(data, length, False),
             wanted,
-        )
+        )[0]
 
-    def _add_data(self, data: Any, length: Any, is_first: bool) -> dict[str, Any]:
-        """Run one batch of the data set and add it to the window; return the logs so far."""
+    def _add_data(self, data: Any, length: Any, is_first: bool) -> Any:
+        """Run one batch of the data set and add it to the window."""
         strategy, data = self._runner.strategy, without_optionals(data)
         begins = is_first and not self._holds
         with self._state.taken() if begins else contextlib.nullcontext():
@@ -199,12 +287,16 @@ class WindowEngine:
             if is_first:
                 strategy.run(self._runner.open)
             self._total.add(data, is_first=is_first)
+        return tf.constant(True)  # a branch of a graph returns something
+
+    def _logs_so_far(self) -> dict[str, Any]:
+        """Return the logs of the replicas in this process: nothing is communicated yet."""
 
         def logs() -> tuple[Any, Any]:
             sums = self._total.value("logs", "samples")
             return self._runner.logs(sums["logs"], sums["samples"]), sums["samples"]
 
-        # Of the replicas in this process: nothing is communicated before the update.
+        strategy = self._runner.strategy
         results = strategy.experimental_local_results(strategy.run(logs))
         summed = tf.nest.map_structure(lambda *parts: tf.add_n(parts), *results)
         return {name: divided(value, summed[1]) for name, value in summed[0].items()}

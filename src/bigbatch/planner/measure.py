@@ -14,11 +14,13 @@ import tensorflow as tf
 
 from bigbatch.core.arguments import positive_integer
 from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of
+from bigbatch.core.report import progress
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.keras import compat
 from bigbatch.keras.accumulate import check_model
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.coupling import Sample
+from bigbatch.keras.data import as_fit_has_it
 from bigbatch.keras.hooks import setting_of
 from bigbatch.keras.trial import all_variables_of, memory_of, unchanged
 from bigbatch.planner.plan import Measurement, Parts, Plan
@@ -103,7 +105,7 @@ def plan(
             )
         )
     trials = _Trials(model, _longest(x, y, sample_weight), batch_size)
-    with trials.undone(), _progress(verbose) as say:
+    with trials.undone(), progress(verbose, "bigbatch: measuring") as say:
         return trials.plan(limit, measure_time, say)
 
 
@@ -284,15 +286,6 @@ def _longest(x: Any, y: Any, sample_weight: Any) -> Any:
     return _longest_rows(data)
 
 
-def _tensor(leaf: Any) -> Any:
-    """Return some rows of an array as a tensor of the type that `fit` gives it."""
-    if leaf is None or tf.is_tensor(leaf):
-        return leaf
-    leaf = np.asarray(leaf)
-    is_float = np.issubdtype(leaf.dtype, np.floating)
-    return tf.convert_to_tensor(leaf.astype(keras.config.floatx()) if is_float else leaf)
-
-
 def _longest_batch(batches: Any) -> Any:
     if isinstance(batches, tf.data.Dataset):
         count = int(batches.cardinality())
@@ -335,7 +328,7 @@ def _longest_rows(data: Any) -> Any:
         first, count = int(tf.argmax(lengths)), 1
     # Of an array only what is needed becomes a tensor: the whole may be large.
     return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else _tensor(leaf[first : first + count]), data
+        lambda leaf: None if leaf is None else as_fit_has_it(leaf[first : first + count]), data
     )
 
 
@@ -344,19 +337,3 @@ def _elements(ragged: Any) -> Any:
     while counts.shape.rank > 1:
         counts = tf.reduce_sum(counts, axis=-1)
     return counts
-
-
-@contextlib.contextmanager
-def _progress(verbose: bool) -> Iterator[Callable[[str], None]]:
-    """Return a block with a way to say what is being measured, on the error stream."""
-    if not verbose:
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: console.print(f"bigbatch: measuring {text}", highlight=False)
-        return
-    with console.status("bigbatch: measuring") as status:
-        yield lambda text: status.update(f"bigbatch: measuring {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +12,7 @@ from bigbatch.errors import ContextError, explain
 from bigbatch.tf.compat import under_xla
 from bigbatch.tf.values import DENSE, NOTHING, ROWS, widened, zeros
 
+_NUMBERS = itertools.count()
 _ANY_SHAPE: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
 
 
@@ -53,6 +55,7 @@ class DenseSum:
     def __init__(self, variable: Any) -> None:
         self._shape = tf.TensorShape(variable.shape)
         self._dtype = widened(variable.dtype)
+        self._number = next(_NUMBERS)
         self._sum = local_variable(self._nothing(), _ANY_SHAPE)
         self._is_open = False
         self.is_used = False
@@ -85,8 +88,13 @@ class DenseSum:
         self._sum.assign(self._nothing())
 
     def _nothing(self) -> Any:
-        # Of the same rank: TensorFlow takes a variable to have the rank it was assigned last.
-        return tf.zeros([0, *self._shape[1:]] if self._shape.rank else [], self._dtype)
+        if not self._shape.rank:
+            return tf.zeros([], self._dtype)
+        # TensorFlow takes all that is assigned to a variable in a graph to have one shape, and
+        # equal operations for one: were there no rows in sight, and the same for every
+        # variable, it would mix up the shapes of gradients. So it must not see the number.
+        number = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(self._number), shape=[])
+        return tf.zeros(tf.stack([number - self._number, *self._shape[1:]]), self._dtype)
 
 
 class GradientBuffer:

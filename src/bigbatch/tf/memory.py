@@ -48,12 +48,19 @@ class Memory:
         """Call a function; return the most bytes in use on a device. `limit` must be known."""
         if not self.is_hard:
             return self._resident_peak_of(function)
+        self.reset_peak()
+        function()
+        return self.peak()
+
+    def reset_peak(self) -> None:
+        """Start `peak` from what is in use now; needs `is_hard`."""
         for device in self._devices:
             tf.config.experimental.reset_memory_stats(device)
-        function()
-        return max(
-            tf.config.experimental.get_memory_info(device)["peak"] for device in self._devices
-        )
+
+    def peak(self) -> int:
+        """Return the most bytes that were in use on a device; needs `is_hard`."""
+        info = tf.config.experimental.get_memory_info
+        return max(info(device)["peak"] for device in self._devices)
 
     def in_use(self) -> int:
         """Return the bytes in use on the device that has the most. `limit` must be known."""
@@ -80,9 +87,7 @@ class Memory:
         wanted = _wanted(message)
         if wanted is None or self.limit is None or not self.is_hard:
             return None
-        info = tf.config.experimental.get_memory_info
-        in_use = max(info(device)["peak"] for device in self._devices)
-        return max(1, min(wanted, in_use + wanted - self.limit))
+        return max(1, min(wanted, self.peak() + wanted - self.limit))
 
     def _current(self, device: str) -> int:
         return tf.config.experimental.get_memory_info(device)["current"]

@@ -7,6 +7,8 @@ from typing import Any, Iterable
 
 import tensorflow as tf
 
+from bigbatch.tf.compat import under_xla
+
 WEIGHT_DTYPE = tf.float64
 """Weights are added up in float64: it counts tokens exactly, float32 stops at 2**24."""
 
@@ -113,6 +115,21 @@ def as_gradient_of(variable: Any, value: Any, scale: Any = None) -> Any:
             tf.constant(list(variable.shape), tf.int64),
         )
     return _scaled(value, scale, variable.dtype)
+
+
+def squared_norm(gradient: Any) -> Any:
+    """Return the squared norm of a gradient; rows of the same index count as their sum."""
+    if gradient is None:
+        return tf.zeros([])
+    if not isinstance(gradient, tf.IndexedSlices):
+        return 2 * tf.cast(tf.nn.l2_loss(widen(gradient)), tf.float32)
+    values = tf.reshape(widen(gradient.values), [tf.shape(gradient.indices)[0], -1])
+    if under_xla():  # which needs to know how many different rows there are
+        is_same = gradient.indices[:, tf.newaxis] == gradient.indices
+        products = tf.matmul(values, values, transpose_b=True)
+        return tf.cast(tf.reduce_sum(tf.where(is_same, products, 0)), tf.float32)
+    rows, where = tf.unique(gradient.indices)
+    return squared_norm(tf.math.unsorted_segment_sum(values, where, tf.size(rows)))
 
 
 def _scaled(tensor: Any, scale: Any, dtype: Any) -> Any:

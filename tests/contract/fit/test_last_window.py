@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import pytest
 import tensorflow as tf
@@ -53,8 +55,88 @@ def test_it_is_applied_before_validation_and_the_end_of_the_epoch():
         callbacks=[callback],
         verbose=0,
     )
+    batches = [("batch", updates) for updates in (0, 1, 1, 2, 3)]
+    assert callback.seen == [*batches, ("validation", 3), ("epoch", 3)]
+
+
+def test_of_data_whose_end_is_not_known_it_is_applied_when_that_comes():
+    data = tf.data.Dataset.from_tensor_slices((DENSE_X, DENSE_Y)).batch(10)
+    data = data.filter(lambda *_: True)  # of unknown length
+    model, callback = compiled(accumulation_steps=2), Iterations()
+    with pytest.warns(UserWarning, match="ran out of data"):  # so Keras finds the end
+        model.fit(
+            data,
+            validation_data=(DENSE_X, DENSE_Y),
+            callbacks=[callback],
+            shuffle=False,
+            verbose=0,
+        )
     batches = [("batch", updates) for updates in (0, 1, 1, 2, 2)]
     assert callback.seen == [*batches, ("validation", 3), ("epoch", 3)]
+
+
+@pytest.mark.parametrize("batches", [7, 8, 9, 10])
+def test_data_that_ends_too_early(batches):
+    """`fit` is promised ten batches, and a window waits for those that do not come."""
+
+    def generate():
+        for start in range(0, 4 * batches, 4):
+            yield DENSE_X[start : start + 4], DENSE_Y[start : start + 4]
+
+    def fit(model, **options):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*ran out of data")
+            model.fit(generate(), steps_per_epoch=10, shuffle=False, verbose=0, **options)
+
+    model = compiled(accumulation_steps=4)
+    fit(model)
+    expected = compiled()
+    ends = [*range(0, 4 * batches, 16), 4 * batches]
+    for start, end in zip(ends, ends[1:]):
+        expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    # And the next window is a new one.
+    for one in (model, expected):
+        one.fit(
+            DENSE_X, DENSE_Y, batch_size=4 if one is model else 16, shuffle=False, verbose=0
+        )
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+class Batches(keras.utils.PyDataset):
+    """Notes which batches are taken, and when an epoch ends."""
+
+    def __init__(self):
+        super().__init__(workers=1)
+        self.events = []
+
+    def __len__(self):
+        return 7
+
+    def __getitem__(self, index):
+        self.events.append(index)
+        return DENSE_X[6 * index : 6 * index + 6], DENSE_Y[6 * index : 6 * index + 6]
+
+    def on_epoch_end(self):
+        self.events.append("end")
+
+
+@pytest.mark.parametrize("steps", [2, 3, 7, 9])
+def test_every_batch_is_taken_before_the_data_hears_of_the_end(steps):
+    """Or a `PyDataset` that shuffles there would give some twice and some not at all."""
+    data, model, expected = Batches(), compiled(accumulation_steps=steps), compiled()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*more than the 7 batches")
+        model.fit(data, epochs=2, shuffle=False, verbose=0)
+    first = data.events.index("end", data.events.index(6))
+    assert set(range(7)) <= set(data.events[:first])
+    rows = slice(0, 42)
+    size = 6 * steps
+    expected.fit(
+        DENSE_X[rows], DENSE_Y[rows], batch_size=size, epochs=2, shuffle=False, verbose=0
+    )
+    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
 
 
 def test_steps_per_epoch_is_honoured_exactly():

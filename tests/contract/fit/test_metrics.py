@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from fit_cases import CASES, DENSE_X, MODES, Case, check_same, dense, rng
 
@@ -47,6 +48,29 @@ def test_logs_of_a_batch_are_those_of_the_full_batch(name, mode):
         assert one.keys() == two.keys()
         for key in two:
             np.testing.assert_allclose(one[key], two[key], rtol=TOLERANCE["float32"])
+
+
+def test_a_loss_that_an_own_train_step_returns_and_no_metric_has(mode):
+    """Keras has a metric of the same name, of which it says nothing here: zero."""
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    case = Case(lambda: Own([keras.Input((5,)), keras.layers.Dense(3)]), loss=None)
+    events, expected = Events(), Events()
+    case.accumulate(mode, callbacks=[events])
+    case.train(callbacks=[expected])
+    assert expected.logs[0]["loss"] > 0
+    ends = slice(2, 3) if mode == "window" else slice(0, 1)
+    np.testing.assert_allclose(
+        events.logs[ends][0]["loss"], expected.logs[0]["loss"], rtol=TOLERANCE["float32"]
+    )
 
 
 def test_metrics_that_are_no_means(mode):

@@ -44,6 +44,19 @@ def test_settings(name, mode):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=TOLERANCE["float32"])
 
 
+@pytest.mark.parametrize("units", [(5, 1), (1, 5), (4, 1, 3, 1)], ids=str)
+def test_clipping_of_variables_of_many_shapes(units, mode):
+    """TensorFlow's optimizer of graphs once took a bias of one for a bias of five."""
+
+    def make():
+        layers = (keras.layers.Dense(count) for count in units)
+        return keras.Sequential([keras.Input((5,)), *layers])
+
+    y = DENSE_Y[:, :1] * np.ones(units[-1], "float32")
+    case = Case(make, y=y, optimizer=OPTIMIZERS["clipnorm"], fit={"epochs": 1})
+    check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize("name", ["schedule", "clipnorm", "EMA with overwrite", "loss scaling"])
 def test_settings_on_two_replicas(name, mode, mirrored):
     case = Case(constrained, optimizer=OPTIMIZERS[name])

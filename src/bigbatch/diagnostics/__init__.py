@@ -1,0 +1,1 @@
+"""Proof and insight: what accumulation does to a model, and which batch is worth having."""

@@ -1,0 +1,67 @@
+"""`Monitor`: a callback that logs what updates are made of."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+from bigbatch.keras.hooks import observe
+from bigbatch.keras.trial import memory_of
+
+
+class Monitor(keras.callbacks.Callback):
+    """Adds to the logs of every epoch what its updates were made of.
+
+    - `updates`: how many there were,
+    - `micro_batches`: of how many micro-batches they were made, on all replicas,
+    - `effective_batch_size`: the samples of an update, on average,
+    - `peak_memory`: the most bytes in use on a device so far in this epoch; NaN where the
+      device does not say (a CPU does with `TF_CPU_ALLOCATOR_USE_BFC=true`).
+
+    So `history`, `TensorBoard`, `CSVLogger` and all other loggers have them, wherever this
+    stands in the list of callbacks.
+
+    Example:
+        >>> import numpy as np
+        >>> import bigbatch
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> model = bigbatch.accumulate(model, microbatch_size=8)
+        >>> x, y = np.ones((64, 4)), np.ones((64, 1))
+        >>> fit = model.fit(x, y, batch_size=32, callbacks=[bigbatch.Monitor()], verbose=0)
+        >>> [fit.history[name] for name in ("updates", "micro_batches", "effective_batch_size")]
+        [[2], [8], [32.0]]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._insight: Any = None
+        self._before = (0, 0, 0)
+
+    def set_model(self, model: Any) -> None:
+        """Let the updates of a model be counted."""
+        super().set_model(model)
+        self._insight = observe(model, what="Monitor", with_noise=False)
+        self._insight.logs.update(
+            updates=lambda: self._done(0),
+            micro_batches=lambda: self._done(1),
+            effective_batch_size=lambda: self._done(2) / max(1, self._done(0)),
+            peak_memory=self._peak_memory,
+        )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count from here."""
+        del epoch, logs
+        self._before = self._insight.counts
+        memory = memory_of(self.model)
+        if memory.is_hard:
+            memory.reset_peak()
+
+    def _done(self, index: int) -> int:
+        return self._insight.counts[index] - self._before[index]
+
+    def _peak_memory(self) -> float:
+        memory = memory_of(self.model)
+        return memory.peak() if memory.is_hard else math.nan

@@ -1,0 +1,83 @@
+"""`NoiseScale`: a callback that says which batch size is worth having."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+
+from bigbatch.core.noise import Estimate
+from bigbatch.keras.hooks import observe
+from bigbatch.keras.insight import Insight
+
+
+class NoiseScale(keras.callbacks.Callback):
+    """Estimates the gradient noise scale from the gradients of micro-batches, while training.
+
+    The critical batch size is about where a batch stops paying: far below it twice the batch
+    makes nearly twice the progress per update, far above it hardly any more (McCandlish et al.
+    2018). Training is the same with and without this callback. Every epoch it logs
+    `noise_scale`, the critical batch size in samples; NaN while that is not yet known.
+
+    An estimate needs two micro-batches per update and tens to hundreds of updates. It grows
+    as the loss falls, and says nothing about how a model generalises. With dropout the noise
+    of the draws is part of it; with batch normalisation, masks or weights it is approximate.
+
+    Example:
+        >>> import numpy as np
+        >>> import bigbatch
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> model = bigbatch.accumulate(model, microbatch_size=8)
+        >>> noise = bigbatch.NoiseScale()
+        >>> x, y = np.ones((64, 4)), np.ones((64, 1))
+        >>> history = model.fit(x, y, batch_size=32, callbacks=[noise], verbose=0)
+        >>> noise.critical_batch_size  # all samples are the same: one is as good as many
+        0.0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._insight: Insight | None = None
+        self.history: list[Estimate] = []
+        """What was known at the end of each epoch."""
+
+    def set_model(self, model: Any) -> None:
+        """Let the gradients of a model's micro-batches be looked at."""
+        super().set_model(model)
+        insight = observe(model, what="NoiseScale", with_noise=True)
+        if insight is not self._insight:
+            insight.forget_noise()
+            self._insight, self.history = insight, []
+        insight.logs["noise_scale"] = self._log
+
+    def _log(self) -> float:
+        self.history.append(self.estimate)
+        critical = self.critical_batch_size
+        return math.nan if critical is None else critical
+
+    @property
+    def estimate(self) -> Estimate:
+        """All that is known."""
+        return Estimate((), 0) if self._insight is None else self._insight.estimate
+
+    @property
+    def critical_batch_size(self) -> float | None:
+        """The samples beyond which a larger batch pays less; `None` is "not yet known"."""
+        return self.estimate.critical_batch_size
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Between what the critical batch size is, with 95 % confidence, if that is known."""
+        return self.estimate.interval
+
+    def advice(self) -> str:
+        """Say in one sentence what the batch size is worth."""
+        return self.estimate.advice()
+
+    def plot(self) -> Any:
+        """Return a matplotlib figure of the critical batch size, epoch by epoch."""
+        from bigbatch.diagnostics.figures import noise_figure
+
+        return noise_figure(self.history)

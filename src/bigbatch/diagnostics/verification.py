@@ -1,0 +1,144 @@
+"""A verification: whether accumulation gives the update of the full batch, and if not, why."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bigbatch.core.memory import readable
+from bigbatch.core.report import Report, Table
+from bigbatch.errors import DifferenceError
+
+_SHOWN = 8
+"""How many variables a table shows: those that differ most."""
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Something that makes, or could make, micro-batches differ from the full batch."""
+
+    where: str
+    """The layer, loss or optimizer, by name."""
+    what: str
+    """What it does."""
+    fix: str
+    """What to do about it."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much one variable differs."""
+
+    variable: str
+    gradient: float
+    """The largest difference of its gradient, relative to its largest gradient."""
+    weight: float
+    """The largest difference of its update, relative to its largest update."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one update takes."""
+
+    seconds: float
+    peak: int | None
+    """The most bytes in use, if the device counts them."""
+
+    @property
+    def readable_peak(self) -> str:
+        """The peak, for people."""
+        return "not counted" if self.peak is None else readable(self.peak)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The full batch and the accumulated batch, compared on a user's own model.
+
+    `print` it, or see `ok`, `verdict` and `hazards`.
+    """
+
+    ok: bool
+    """Whether they have been compared and are the same, but for rounding."""
+    samples: int
+    """How many samples were compared; zero if nothing was."""
+    microbatch_size: int
+    tolerance: float
+    """How much may be rounding, relative to the largest value."""
+    differences: tuple[Difference, ...]
+    """Of every trainable variable."""
+    logs: dict[str, float]
+    """The relative differences of the loss and the metrics."""
+    full: Cost | None
+    """What the full batch takes; `None` if it was not run."""
+    accumulated: Cost | None
+    """What micro-batches take."""
+    hazards: tuple[Hazard, ...]
+    """What makes them differ, or would."""
+    notes: tuple[str, ...] = ()
+    """What was done to be able to compare."""
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        names = ", ".join(hazard.where for hazard in self.hazards)
+        if not self.samples:
+            because = f", because of {names}" if names else ""
+            return f"Not the same: the full batch could not be compared{because}."
+        size = f"micro-batches of {self.microbatch_size} samples"
+        if self.ok:
+            largest = max(one.gradient for one in self.differences)
+            return (
+                f"The same: {size} give the update of the full batch of {self.samples} "
+                f"(largest difference of a gradient {largest:.0e}, which is rounding)."
+            )
+        because = f"because of {names}" if names else "for a reason that no test found"
+        return (
+            f"Not the same: {size} do not give the update of the full batch of "
+            f"{self.samples}, {because}."
+        )
+
+    def raise_if_different(self) -> Verification:
+        """Raise a `DifferenceError` unless `ok`; return this."""
+        if not self.ok:
+            raise DifferenceError(str(self))
+        return self
+
+    def report(self) -> Report:
+        """Return what `print` shows."""
+        rows = sorted(self.differences, key=lambda one: -max(one.gradient, one.weight))
+        variables = Table(
+            ("variable", "gradient", "update"),
+            [
+                (one.variable, f"{one.gradient:.1e}", f"{one.weight:.1e}")
+                for one in rows[:_SHOWN]
+            ],
+        )
+        logs = Table(("logged", "difference"), [(k, f"{v:.1e}") for k, v in self.logs.items()])
+        costs = Table(
+            ("one update", "peak memory", "time"),
+            [
+                (name, cost.readable_peak, f"{cost.seconds:.3g} s")
+                for name, cost in (("full batch", self.full), ("accumulated", self.accumulated))
+                if cost is not None
+            ],
+        )
+        tables = [table for table in (variables, logs, costs) if table.rows]
+        notes = [f"{one.where}: {one.what}. {one.fix}" for one in self.hazards]
+        more = len(rows) - _SHOWN
+        if more > 0:
+            notes.append(f"{more} more variables differ less.")
+        return Report(self.verdict, tables, [*notes, *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything, for machines."""
+        return {"verdict": self.verdict, **asdict(self)}
+
+    def __str__(self) -> str:
+        return self.report().text()
+
+    def __rich__(self) -> Any:
+        """Return it for a terminal with colours."""
+        return self.report().__rich__()
+
+    def _repr_html_(self) -> str:
+        return self.report().html()

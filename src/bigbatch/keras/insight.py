@@ -1,0 +1,102 @@
+"""What is noted of updates while they are made, in the graph, for callbacks to read."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import numpy as np
+import tensorflow as tf
+
+from bigbatch.core.noise import DECAY, MOMENTS, Estimate, moments, noise_and_signal
+from bigbatch.keras.collector import Collected
+from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.values import WEIGHT_DTYPE, squared_norm
+
+_INSIGHT = "_bigbatch_insight"
+
+
+class Insight:
+    """Notes of how many micro-batches and samples updates were made, and how noisy they were.
+
+    `note` is called in a graph; the rest is for Python to read.
+    """
+
+    def __init__(self) -> None:
+        self.with_noise = False
+        """Whether gradients are looked at, too, by engines that are made from now on."""
+        self.logs: dict[str, Callable[[], float]] = {}
+        """What is added to the logs of an epoch, by name."""
+        with tf.init_scope(), outside_strategy_scope(), tf.device("CPU:0"):
+            self._counts = tf.Variable(tf.zeros([3], WEIGHT_DTYPE), trainable=False)
+            self._average = tf.Variable(tf.zeros([MOMENTS + 1], WEIGHT_DTYPE), trainable=False)
+
+    @property
+    def variables(self) -> list[Any]:
+        """Where it is noted."""
+        return [self._counts, self._average]
+
+    def of_microbatch(self, collected: list[Collected], samples: Any, weight: Any) -> Any:
+        """Return what adds up to what `note` takes, given what a micro-batch gave.
+
+        Gradients are those of the mean loss of its samples, times `weight`.
+        """
+        counts = [tf.cast(samples > 0, WEIGHT_DTYPE), samples]
+        squares = []
+        if self.with_noise:
+            squares = [
+                tf.math.divide_no_nan(tf.cast(tf.add_n(one.squares), WEIGHT_DTYPE), weight)
+                for one in collected
+            ]
+        return {"counts": counts, "squares": squares}
+
+    def note(self, sums: Any, means: list[tuple[Any, list[Any]]], scale: Any) -> None:
+        """Note an update; called outside `strategy.run`.
+
+        Args:
+            sums: what `of_microbatch` returned, added up.
+            means: the optimizers, each with the gradients that it is given.
+            scale: what turns the sums of squares into their mean over samples.
+        """
+        count, samples = sums["counts"]
+        self._counts.assign_add(tf.stack([tf.ones([], WEIGHT_DTYPE), count, samples]))
+        if not self.with_noise:
+            return
+        of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
+        for (optimizer, gradients), squares in zip(means, sums["squares"]):
+            # Gradients are those of a loss that may have been scaled.
+            loss_scale = tf.cast(optimizer.scale_loss(tf.ones([])), WEIGHT_DTYPE) ** 2
+            norms = [squared_norm(gradient) for gradient in gradients]
+            of_mean += tf.cast(tf.add_n(norms), WEIGHT_DTYPE) / loss_scale
+            of_parts += squares * scale / loss_scale
+        noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
+        new = tf.stack([tf.cast(one, WEIGHT_DTYPE) for one in moments(noise, signal, samples)])
+        is_known = (count > 1) & tf.reduce_all(tf.math.is_finite(new))
+        old = self._average.read_value()
+        new = tf.concat([DECAY * old[:MOMENTS] + new, [old[MOMENTS] + 1]], 0)
+        self._average.assign(tf.where(is_known, new, old))
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The updates, micro-batches and samples so far."""
+        updates, micro_batches, samples = self._counts.numpy()
+        return int(updates), int(micro_batches), int(samples)
+
+    @property
+    def estimate(self) -> Estimate:
+        """What is known of the gradient noise scale."""
+        *average, updates = self._average.numpy().tolist()
+        return Estimate(tuple(average), int(updates))
+
+    def forget_noise(self) -> None:
+        """Start anew."""
+        self._average.assign(np.zeros(MOMENTS + 1))
+
+
+def insight_of(model: Any) -> Insight | None:
+    """Return what notes the updates of a model, if anything does."""
+    return vars(model).get(_INSIGHT)
+
+
+def set_insight(model: Any, insight: Insight | None) -> None:
+    """Let the updates of a model be noted, by engines that are made from now on."""
+    vars(model)[_INSIGHT] = insight
