@@ -5,8 +5,8 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 
 .PHONY: demo test test-all check figures format clean
 
-demo: .venv/installed ## train digits with a full batch and with accumulation, and compare
-	@$(BIN)/python examples/00_digits.py
+demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
+	@$(BIN)/python -m bigbatch.cli demo --output demo
 
 test: .venv/installed ## run the tests
 	@echo "== Tests"
@@ -26,6 +26,7 @@ check: .venv/installed ## what CI runs: format, lint, types, tests
 	@$(MAKE) --no-print-directory test
 
 figures: .venv/installed ## measure again what the README shows
+	@$(BIN)/python -m bigbatch.cli demo --output docs
 	@$(BIN)/python benchmarks/memory.py
 	@$(BIN)/python benchmarks/fit.py
 	@$(BIN)/python benchmarks/coupled.py
@@ -35,7 +36,7 @@ format: .venv/installed ## format and fix what can be fixed
 	@$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and what tools leave behind
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build demo dist .pytest_cache .ruff_cache .hypothesis
 
 .venv/installed: pyproject.toml constraints.txt
 	@echo "== Setting up .venv with the tested versions (a few minutes the first time)"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import bigbatch
@@ -65,6 +67,16 @@ class Case:
     def compiled(self, **options: Any) -> Case:
         """Return the same case with other arguments of `compile`."""
         return replace(self, compile={**self.compile, **options})
+
+
+def mostly_matrix(names: Iterable[str], in_ci: Iterable[str]) -> list[Any]:
+    """Return parameters of a test of which CI runs some: `make test-all` runs all."""
+    names, in_ci = list(names), set(in_ci)
+    assert in_ci <= set(names)
+    return [
+        name if name in in_ci else pytest.param(name, marks=pytest.mark.matrix)
+        for name in names
+    ]
 
 
 def check_same(result: Any, expected: Any, tolerance: float) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import bigbatch
+from bigbatch import cli
 
 SOURCE = Path(bigbatch.__file__).parent
 # A room may import from rooms of a lower floor, and from itself.
@@ -114,6 +115,25 @@ def test_without_tensorflow_the_error_says_what_to_install():
     output = subprocess.run(run, capture_output=True, check=True, text=True).stdout
     assert output.startswith("MissingFrameworkError Received: bigbatch.GradientAccumulator")
     assert "pip install 'bigbatch[tensorflow]'" in output
+
+
+def test_commands_and_flags_are_frozen():
+    def flags(parser):
+        return sorted(
+            name
+            for action in parser._actions
+            for name in action.option_strings or [action.dest]
+            if name not in ("-h", "--help")
+        )
+
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    setting = ["--batch-norm", "--coupled"]
+    assert {name: flags(one) for name, one in commands.choices.items()} == {
+        "demo": ["--output"],
+        "run": ["--accumulation-steps", *setting, "--microbatch-size", "script"],
+        "verify": [*setting, "--json", "--microbatch-size", "factory"],
+        "plan": ["--batch-size", "--json", "--memory-limit", "--plot", "--time", "factory"],
+    }
 
 
 def test_public_names_are_frozen():

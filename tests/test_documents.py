@@ -79,19 +79,6 @@ def test_examples_run(path, tmp_path):
         )
 
 
-def test_the_demo_shows_equality_and_less_memory():
-    output = run(str(ROOT / "examples/00_digits.py"))
-    shown = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[-1]
-    labels = [line[:24] for line in shown.splitlines()]
-    assert labels == [line[:24] for line in output.splitlines()[-len(labels) :]]
-    (difference,) = re.findall(r"largest difference of any weight: (\S+)", output)
-    assert float(difference) <= 5e-6  # rounding of float32 over 20 updates with Adam
-    (losses,) = re.findall(r"final loss +(\S+) +(\S+)", output)
-    assert float(losses[0]) == pytest.approx(float(losses[1]), abs=1e-5)
-    (peaks,) = re.findall(r"peak memory \(MiB\) +(\S+) +(\S+)", output)
-    assert float(peaks[1]) < 0.5 * float(peaks[0])
-
-
 def test_documents_name_no_machine():
     for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *EXAMPLES]:
         assert not re.search(r"/(root|home|work|tmp)/", path.read_text()), path

@@ -34,7 +34,13 @@ def test_value_and_gradients_takes_one_microbatch_and_one_gradient_set(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["fit_parameter_bound", "fit_activation_bound"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "fit_parameter_bound",
+        pytest.param("fit_activation_bound", marks=pytest.mark.matrix),  # takes 40 s
+    ],
+)
 def test_fit_takes_one_training_step_and_one_gradient_set(model):
     measured = measure(model)
     limit = measured["one_microbatch"] + 1.1 * measured["gradient_set"]

@@ -46,7 +46,7 @@ def probe(*arguments, limit=None):
     ("model", "batch"),
     [
         pytest.param("convolutional", 1024, marks=pytest.mark.matrix),  # takes a minute
-        ("transformer", 512),
+        pytest.param("transformer", 512, marks=pytest.mark.matrix),  # takes 30 s
         ("perceptron", 16384),
     ],
 )

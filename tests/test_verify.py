@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import keras
 import numpy as np
@@ -11,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 import bigbatch
+from bigbatch.cli import main
 from bigbatch.errors import ArgumentError, DifferenceError
 from bigbatch.keras import runner
 from bigbatch.keras.trial import all_variables_of
@@ -253,3 +255,30 @@ def test_a_model_that_cannot_be_verified(mirrored):
         model, x, y = convolutional()
     with pytest.raises(ArgumentError, match="2 replicas"):
         bigbatch.verify(model, x, y, microbatch_size=5)
+
+
+FACTORY = """
+import keras, numpy as np
+def make(norm=False):
+    middle = [keras.layers.BatchNormalization()] if norm else []
+    model = keras.Sequential([keras.Input((4,)), *middle, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(20, 4))
+    return model, x, x[:, :1]
+def norm():
+    return make(norm=True)
+"""
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    (tmp_path / "to_verify.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    size = ["--microbatch-size", "8"]
+    assert main(["verify", "to_verify:make", *size]) == 0
+    assert "The same: micro-batches of 8" in capsys.readouterr().out
+    assert main(["verify", "to_verify:norm", *size, "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is False
+    assert "BatchNormalization" in result["hazards"][0]["where"]
+    assert main(["verify", "to_verify:nothing", *size]) == 2

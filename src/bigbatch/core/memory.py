@@ -13,7 +13,7 @@ from bigbatch.errors import ArgumentError, explain
 MARGIN = 0.05
 """The part of the memory that is left free: what measuring and the allocator may be off by."""
 
-GAP = 0.1
+GAP = 0.125
 """How far, relative to a size that fits, the next that does not may be away."""
 
 
@@ -61,8 +61,10 @@ class MemoryCurve:
 class SizeSearch:
     """Which micro-batch size to try next, and which to choose in the end.
 
-    Sizes double until one fails, or is predicted to take far more than there is; then the gap
-    is halved until it is small. A size that has not been tried is never chosen.
+    The whole batch is tried first: an allocator that gets its memory in pieces gets large ones
+    then. If it fails, sizes double until one does, or is predicted to take far more than there
+    is; then the gap is halved until it is small. What is chosen is a little smaller than what
+    has been tried: the next update may take more.
 
     Args:
         batch: the samples of a batch.
@@ -81,7 +83,9 @@ class SizeSearch:
 
     def __init__(self, batch: int, limit: int, *, is_hard: bool) -> None:
         self._batch = batch
-        self._allowed = 1.5 * limit if is_hard else (1 - MARGIN) * limit
+        self._is_hard = is_hard
+        # What is too much by prediction may fit: allocators count what they round up.
+        self._allowed = (1.5 if is_hard else 1 - MARGIN) * limit
         self._too_large = batch + 1
         self._peaks: dict[int, int] = {}
 
@@ -100,6 +104,8 @@ class SizeSearch:
     def next_size(self) -> int:
         """Return the size to try next, or zero if it is known what to choose."""
         fits = max(self._peaks, default=0)
+        if self._is_hard and not fits and self._too_large > self._batch:
+            return self._batch
         if fits >= self._too_large - 1 or (fits and self._too_large - fits <= GAP * fits):
             return 0
         size = 2 * fits or 1
@@ -114,8 +120,13 @@ class SizeSearch:
 
     @property
     def chosen(self) -> int:
-        """The largest size that fits, or a handy one nearly as large; zero if none does."""
-        return handy(max(self._peaks, default=0), self._batch)
+        """The largest size that fits, less a margin, or a handy one; zero if none does."""
+        fits = max(self._peaks, default=0)
+        return fits if fits in (0, 1, self._batch) else handy(_with_margin(fits), self._batch)
+
+
+def _with_margin(size: int) -> int:
+    return math.ceil((1 - MARGIN) * size)
 
 
 def handy(size: int, batch: int) -> int:

@@ -29,6 +29,8 @@ def draw_noise(axes: Any, history: Sequence[Estimate]) -> None:
         axes.fill_between(epochs, low, high, color="tab:blue", alpha=0.2, label="95 %")
         axes.plot(epochs, critical, "o-", color="tab:blue", label="critical batch size")
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
     else:
         axes.text(0.5, 0.5, "not yet known", ha="center", transform=axes.transAxes)
     if history:

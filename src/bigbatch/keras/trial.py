@@ -18,6 +18,9 @@ from bigbatch.tf.memory import Memory
 from bigbatch.tf.replicas import largest_of_all
 from bigbatch.tf.trial import Found, largest_that_fits
 
+_UPDATES = 3
+"""How often a size is tried: operations take more in some orders than in others."""
+
 
 def memory_of(model: Any) -> Memory:
     """Return the memory of the devices a model is on."""
@@ -45,7 +48,9 @@ def largest_trial_that_fits(
     batch = largest_count(strategy, data) if at_most is None else at_most
 
     def run(size: int) -> None:
-        engine.train_on(strategy.run(_rows, args=(data, 2 * size)), size)
+        part = strategy.run(_rows, args=(data, 2 * size))
+        for _ in range(_UPDATES):
+            engine.train_on(part, size)
 
     engine.trace(data)
     memory = memory_of(model)

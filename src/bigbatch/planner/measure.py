@@ -34,7 +34,7 @@ _ROUGH = (
 
 
 _UPDATES = 3
-"""How often each size is tried."""
+"""How often each size is tried: operations take more in some orders than in others."""
 
 _ROWS = 16
 """How many samples of the data are used, again and again."""
@@ -202,8 +202,7 @@ class _Trials:
         )
 
     def _run(self, size: int) -> None:
-        # Two micro-batches, so that what is added up is there too; more than once, because
-        # operations that run side by side take more in some orders than in others.
+        # Two micro-batches, so that what is added up is there too.
         data = self._batch(2 * size)
         for _ in range(_UPDATES):
             self._engine.train_on(data, size)

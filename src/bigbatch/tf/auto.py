@@ -19,6 +19,10 @@ AUTO = "auto"
 _CHOICES = "_bigbatch_choices"
 
 
+_CALLS = 3
+"""How often a size is tried: operations take more in some orders than in others."""
+
+
 class AutoSize:
     """Calls a function of a batch with micro-batches of a size that it chooses.
 
@@ -55,8 +59,9 @@ class AutoSize:
             for variable, value in before:
                 variable.assign(value)
 
-        def run(size: int) -> Any:
-            return self._run(batch, size, 2 * size)
+        def run(size: int) -> None:
+            for _ in range(_CALLS):
+                self._run(batch, size, 2 * size)
 
         if self.microbatch_size is None:
             self.microbatch_size = largest_that_fits(memory, batch.count, run, put_back).size

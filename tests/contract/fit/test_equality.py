@@ -20,6 +20,7 @@ from fit_cases import (
     Case,
     check_same,
     dense,
+    mostly_matrix,
     rng,
 )
 
@@ -69,7 +70,10 @@ ON_REPLICAS = [  # each for another way to share a loss, or its logs, among repl
 ]
 
 
-@pytest.mark.parametrize("name", ON_REPLICAS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_matrix(ON_REPLICAS, ["regularised", "masked", "two outputs", "own train_step"]),
+)
 def test_on_two_replicas(name, mode, mirrored):
     with mirrored.scope():  # batches of 21 samples: 11 and 10; of 7: 4 and 3; of 1: 1 and none
         result = CASES[name].accumulate(mode)
@@ -85,7 +89,9 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", ["regularised", "two outputs", "own train_step"])
+@pytest.mark.parametrize(
+    "name", mostly_matrix(["regularised", "two outputs", "own train_step"], ["regularised"])
+)
 def test_with_compile_options(name, option, mode):
     case = CASES[name].compiled(**OPTIONS[option])
     expected = case.train() if option == "run_eagerly" else full_batch(name)

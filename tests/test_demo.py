@@ -1,0 +1,107 @@
+"""`bigbatch demo`: what it prints, draws and writes is what happened."""
+
+from __future__ import annotations
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("demo")
+    done = subprocess.run(
+        [sys.executable, "-m", "bigbatch.cli", "demo", "--output", str(directory)],
+        env={**os.environ, "MPLBACKEND": "agg", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory, done.stdout
+
+
+class Page(html.parser.HTMLParser):
+    """Notes the cells of tables, and what a page would load from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.cells, self.open, self.loaded, self.viewport = [], [], [], False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.viewport |= attributes.get("name") == "viewport"
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        loaded = attributes.get("src") or attributes.get("href") or "data:"
+        self.loaded += [] if loaded.startswith("data:") else [loaded]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+@pytest.mark.slow
+def test_the_story(demo):
+    directory, output = demo
+    assert "batch_size=512): out of memory" in output
+    differences = dict(
+        re.findall(r"^ (bigbatch|Keras' own|loss / k by hand) +(\S+)", output, re.M)
+    )
+    assert float(differences["bigbatch"]) <= 5e-6  # rounding of float32
+    assert float(differences["Keras' own"]) > 1e-3
+    assert float(differences["loss / k by hand"]) > 1e-3
+    assert "Your batch of" in output or "not yet known" in output
+    assert (directory / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_page_says_the_same_and_needs_nothing_else(demo):
+    directory, output = demo
+    page = Page((directory / "demo.html").read_text())
+    assert page.open == []
+    assert page.viewport
+    assert page.loaded == []
+    (difference,) = re.findall(r"^ bigbatch +(\S+)", output, re.MULTILINE)
+    assert difference in page.cells
+    assert "out of memory" in page.cells
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_in_a_browser(demo, width, tmp_path):
+    """Nothing is wider than the window, and the picture is there."""
+    directory, _ = demo
+    script = (
+        "<script>addEventListener('load', () => { const d = document.documentElement;"
+        "const i = document.images[0]; document.title = [d.scrollWidth <= innerWidth,"
+        " i.complete && i.naturalWidth > 0, document.querySelectorAll('table').length] })"
+        "</script></body>"
+    )
+    text = (directory / "demo.html").read_text().replace("</body>", script)
+    (tmp_path / "page.html").write_text(text)
+    done = subprocess.run(
+        [
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *(f"--window-size={width},800", f"--user-data-dir={tmp_path / 'profile'}"),
+            (tmp_path / "page.html").as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "<title>true,true,3</title>" in done.stdout
