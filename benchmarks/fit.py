@@ -24,9 +24,10 @@ from models import convolutional_with_batch_norm, deep_tiny, transformer, wide
 
 import bigbatch
 
-MICROBATCH_SIZE, K, ROUNDS = 16, 8, 15
+MICROBATCH_SIZE, K, ROUNDS = 16, 8, 7
 BATCH = MICROBATCH_SIZE * K
 ONE_CALL = f"window, steps_per_execution={K}"
+WITH_NOISE = "split with NoiseScale"
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -73,6 +74,7 @@ def candidates(make_model, jit_compile):
         "full batch": (make_model(), BATCH),
         "split": (bigbatch.accumulate(make_model(), microbatch_size=MICROBATCH_SIZE), BATCH),
         "window": (bigbatch.accumulate(make_model(), accumulation_steps=K), MICROBATCH_SIZE),
+        WITH_NOISE: (bigbatch.accumulate(make_model(), microbatch_size=MICROBATCH_SIZE), BATCH),
         # `fit` itself takes some time per call, and calls a window K times but for this.
         ONE_CALL: (bigbatch.accumulate(make_model(), accumulation_steps=K), MICROBATCH_SIZE),
         "Keras' own": (make_model(), MICROBATCH_SIZE),
@@ -109,7 +111,7 @@ def _uncompiled(model):
     return make
 
 
-def time_of_epoch(model, *data, **options):
+def time_of_epoch(model, *data, callbacks=(), **options):
     """Return how long the epoch of `fit` takes, without what comes before and after it.
 
     A data set takes up to half a second to go away, or none, by chance.
@@ -119,7 +121,7 @@ def time_of_epoch(model, *data, **options):
         on_epoch_begin=lambda *_: clock.__setitem__(0, time.perf_counter()),
         on_epoch_end=lambda *_: clock.__setitem__(1, time.perf_counter()),
     )
-    model.fit(*data, shuffle=False, verbose=0, callbacks=[callback], **options)
+    model.fit(*data, shuffle=False, verbose=0, callbacks=[callback, *callbacks], **options)
     return clock[1] - clock[0]
 
 
@@ -131,9 +133,11 @@ def measure(make_model, updates, jit_compile=False):
     x = np.random.default_rng(0).normal(size=(BATCH * updates, *shape)).astype("float32")
     y = np.zeros(len(x), "int32")
     times = {name: [] for name in models}
+    callbacks = {WITH_NOISE: [bigbatch.NoiseScale()]}
     for _ in range(ROUNDS + 1):  # the first traces
         for name, (model, batch_size) in models.items():
-            times[name].append(time_of_epoch(model, x, y, batch_size=batch_size))
+            more = {"batch_size": batch_size, "callbacks": callbacks.get(name, ())}
+            times[name].append(time_of_epoch(model, x, y, **more))
     return {name: np.array(values[1:]) for name, values in times.items()}
 
 
@@ -165,14 +169,14 @@ if __name__ == "__main__":
     print("\n".join(header))
     lines = []
     for make_model, updates in (
-        (convolutional_with_batch_norm, 2),
-        (transformer, 2),
-        (wide, 2),
+        (convolutional_with_batch_norm, 4),
+        (transformer, 4),
+        (wide, 4),
         (deep_tiny, 16),
     ):
         name = make_model.__name__.replace("_", " ")
         lines += rows(name, measure(make_model, updates))
-    lines += rows("transformer, jit_compile", measure(transformer, 2, jit_compile=True))
+    lines += rows("transformer, jit_compile", measure(transformer, 4, jit_compile=True))
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "fit.md").write_text("\n".join([*header, *lines]) + "\n")
     print("wrote benchmarks/results/fit.md")

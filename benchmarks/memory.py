@@ -3,7 +3,7 @@
     python benchmarks/memory.py
 
 Writes `memory.md` and `memory.png` to `benchmarks/results/`. The figures are allocator bytes,
-repeatable to the byte: the network of the demo (`examples/00_digits.py`) with random images,
+repeatable to the byte: the network of the demo with random images,
 one set of gradients for each batch size.
 """
 

@@ -12,7 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
-EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+EXAMPLES = [
+    pytest.param(path, marks=pytest.mark.matrix) if "out_of_memory" in path.name else path
+    for path in sorted(ROOT.glob("examples/*.py"))  # the demo tells that story in CI
+]
 
 
 def run(*arguments: str, directory: Path | None = None) -> str:
@@ -38,19 +41,14 @@ def blocks(path: Path) -> str:
 @pytest.mark.parametrize(
     "path", [path for path in DOCUMENTS if blocks(path)], ids=lambda path: path.name
 )
-def test_code_in_documents_runs(path, tmp_path):
+def test_code_in_documents_runs_and_prints_what_they_say(path, tmp_path):
+    """Of what it prints, the banner; the figures of the demo are measured."""
     program = tmp_path / "blocks.py"
     program.write_text(blocks(path) + "\nprint('done')")
-    assert run(str(program)).endswith("done\n")
-
-
-def test_what_the_readme_says_is_printed_is_printed(tmp_path):
-    """Of the banner; the figures of the demo are measured."""
-    program = tmp_path / "blocks.py"
-    program.write_text(blocks(ROOT / "README.md"))
     output = run(str(program))
-    lines = re.findall(r"^bigbatch: .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert lines
+    assert output.endswith("done\n")
+    lines = re.findall(r"^bigbatch: .*$", path.read_text(), re.MULTILINE)
+    assert lines or path.name != "README.md"
     assert all(line in output for line in lines)
 
 
@@ -80,5 +78,5 @@ def test_examples_run(path, tmp_path):
 
 
 def test_documents_name_no_machine():
-    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *EXAMPLES]:
+    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *ROOT.glob("examples/*.py")]:
         assert not re.search(r"/(root|home|work|tmp)/", path.read_text()), path

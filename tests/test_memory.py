@@ -17,7 +17,10 @@ def measure(probe: str) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["parameter_bound", "activation_bound"])
+@pytest.mark.parametrize(
+    "model",
+    ["parameter_bound", pytest.param("activation_bound", marks=pytest.mark.matrix)],
+)
 def test_value_and_gradients_takes_one_microbatch_and_one_gradient_set(model):
     measured = measure(model)
     gradient_set, peaks = measured["gradient_set"], measured["accumulated"]

@@ -67,6 +67,7 @@ def fits(scenario, size, limit):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # takes two minutes: an allocator waits before it gives up
 def test_auto_is_within_a_quarter_of_the_largest_that_really_fits():
     """Each size that is tried here trains in a process of its own."""
     size = probe("perceptron", json.dumps(AUTO), 20)["size"]
@@ -120,6 +121,7 @@ def test_when_one_sample_does_not_fit_an_error_says_how_much_is_missing():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_loop_without_fit_trains_with_auto():
     result = probe("loop", json.dumps(AUTO), 100)
     assert 1 < result["size"] < 512

@@ -161,6 +161,82 @@ def test_random_layers_are_switched_off_and_named():
     assert any("switched off" in note for note in result.notes)
 
 
+def test_a_layer_that_changes_with_every_call_is_not_random():
+    def spectral():
+        model = keras.Sequential(
+            [
+                keras.Input((6,)),
+                layers.SpectralNormalization(layers.Dense(4), name="spectral"),
+                layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+        return model, ROWS, NUMBERS
+
+    result = verify(spectral)
+    assert not result.ok
+    assert "layer 'spectral'" in result.verdict
+    assert "change with every call" in result.hazards[0].what
+
+
+class Counts(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        return inputs
+
+
+def test_weights_that_no_optimizer_changes_are_compared():
+    def counting():
+        model = keras.Sequential([keras.Input((6,)), Counts(), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model, ROWS, NUMBERS
+
+    result = verify(counting)
+    assert not result.ok
+    worst = max(result.differences, key=lambda one: one.weight)
+    assert "counts" in worst.variable
+
+
+def test_small_steps_from_large_weights():
+    def slow():
+        model, x, y = convolutional()
+        for weight in model.trainable_weights:
+            weight.assign(weight + 1.0)
+        model.optimizer.learning_rate.assign(1e-6)
+        return model, x, y
+
+    assert verify(slow).ok
+
+
+class TwoOptimizers(OwnStep):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.second = keras.optimizers.Adam()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        half = len(self.trainable_variables) // 2
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients[:half], self.trainable_variables[:half])
+        self.second.apply(gradients[half:], self.trainable_variables[half:])
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_an_optimizer_that_keras_does_not_know(run_eagerly):
+    model = TwoOptimizers([keras.Input((6,)), layers.Dense(4, "relu"), layers.Dense(1)])
+    model.compile("adam", run_eagerly=run_eagerly)
+    assert bigbatch.verify(model, ROWS, NUMBERS, microbatch_size=5, verbose=False).ok
+    assert model.run_eagerly == run_eagerly
+    assert int(model.second.iterations) == 0
+    assert all(not np.any(one) for one in model.second.variables[2:])
+
+
 def test_draws_that_cannot_be_switched_off_are_no_proof():
     class Noise(layers.Layer):
         def call(self, inputs):

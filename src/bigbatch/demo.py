@@ -25,12 +25,20 @@ LIMIT = 24
 """The memory of the small device, in MB."""
 
 
+_INTRODUCTION = (
+    f"A small network learns handwritten digits with updates of {BATCH} samples, on a device "
+    f"whose memory is too small for so many at once ({LIMIT} MB, which is a real limit of "
+    "TensorFlow's allocator). bigbatch runs each batch in parts that fit, and makes the one "
+    "update that the whole batch would have made."
+)
+
+
 def run(directory: Path, show: Callable[[Any], None]) -> None:
     """Run the demo, show what comes out, and write `demo.png` and `demo.html`."""
     from bigbatch.diagnostics.page import page
 
     _check_dependencies()
-    show(Report(f"Handwritten digits, batches of {BATCH}, on a device with {LIMIT} MB", []))
+    show(Report("bigbatch: the demo", [], [_INTRODUCTION]))
     with tempfile.TemporaryDirectory() as scratch:
         limit = {"TF_CPU_BFC_MEM_LIMIT_IN_MB": str(LIMIT)}
         programs = {"full": limit, "small": limit, "free": {}}
@@ -52,7 +60,9 @@ def run(directory: Path, show: Callable[[Any], None]) -> None:
     figure = _figure(results, weights)
     directory.mkdir(parents=True, exist_ok=True)
     figure.savefig(directory / "demo.png", dpi=120)
-    (directory / "demo.html").write_text(page("bigbatch: the demo", reports, figure))
+    (directory / "demo.html").write_text(
+        page("bigbatch: the demo", _INTRODUCTION, reports, figure)
+    )
     show(Report(f"Wrote {directory / 'demo.png'} and {directory / 'demo.html'}", []))
 
 
@@ -78,6 +88,7 @@ def _start(name: str, scratch: str, environment: dict[str, str]) -> subprocess.P
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "TF_CPU_ALLOCATOR_USE_BFC": "true",
             "KERAS_BACKEND": "tensorflow",
+            "CUDA_VISIBLE_DEVICES": "-1",  # the limit is that of the CPU's allocator
             **environment,
         },
     )
@@ -111,7 +122,7 @@ def _reports(results: dict[str, Any], weights: dict[str, Any]) -> list[Report]:
                         ("model.fit(batch_size=512)", results["full"]["result"]),
                         (
                             'bigbatch.accumulate(model, microbatch_size="auto")',
-                            f"trains, {small['microbatch_size']} samples at a time",
+                            f"trains, {small['microbatch_size']} at a time",
                         ),
                     ],
                 )
@@ -121,11 +132,11 @@ def _reports(results: dict[str, Any], weights: dict[str, Any]) -> list[Report]:
             "2. The weights are those of the full batch",
             [
                 Table(
-                    ("after training", "largest difference of a weight", "final loss"),
+                    ("after training", "difference", "loss"),
                     [
-                        ("full batch, no limit", "", f"{free['loss']['full']:.6f}"),
+                        ("full batch, no limit", "", f"{free['loss']['full']:.4f}"),
                         *(
-                            (name, f"{value:.1e}", f"{loss:.6f}")
+                            (name, f"{value:.1e}", f"{loss:.4f}")
                             for (name, value), loss in zip(
                                 _differences(weights).items(),
                                 (small["loss"], free["loss"]["keras"], free["loss"]["hand"]),
@@ -136,8 +147,9 @@ def _reports(results: dict[str, Any], weights: dict[str, Any]) -> list[Report]:
                 )
             ],
             [
+                "The difference is the largest of any weight.",
                 f"{free['samples']} samples make {free['samples'] // BATCH} batches of {BATCH} "
-                f"and a last one of {tail}: what others get wrong."
+                f"and a last one of {tail}: what others get wrong.",
             ],
         ),
         Report(

@@ -63,8 +63,8 @@ class SizeSearch:
 
     The whole batch is tried first: an allocator that gets its memory in pieces gets large ones
     then. If it fails, sizes double until one does, or is predicted to take far more than there
-    is; then the gap is halved until it is small. What is chosen is a little smaller than what
-    has been tried: the next update may take more.
+    is; then sizes between them are tried until the gap is small. What is chosen is a little
+    smaller than what fits: the next update may take more.
 
     Args:
         batch: the samples of a batch.
@@ -78,11 +78,12 @@ class SizeSearch:
         ...     size = search.next_size()
         ...     search.add(size, 1000 + 30 * size if size <= 300 else None)
         >>> search.chosen
-        256
+        285
     """
 
     def __init__(self, batch: int, limit: int, *, is_hard: bool) -> None:
         self._batch = batch
+        self._limit = limit
         self._is_hard = is_hard
         # What is too much by prediction may fit: allocators count what they round up.
         self._allowed = (1.5 if is_hard else 1 - MARGIN) * limit
@@ -111,12 +112,22 @@ class SizeSearch:
         size = 2 * fits or 1
         if size >= self._too_large:
             size = self._too_large - 1 if self._too_large > self._batch else 0
-            size = size or (fits + self._too_large) // 2
+            size = size or self._between(fits)
         if len(self._peaks) > 1 and self.curve.peak(size) > self._allowed:
             size = min(size, self.curve.largest(self._allowed))
             if size - fits <= GAP * fits:
                 return 0
         return size if size > fits else 0
+
+    def _between(self, fits: int) -> int:
+        """Return a size between one that fits and one that does not.
+
+        Rather a little too small: for what does not fit an allocator waits for seconds.
+        """
+        middle = (fits + self._too_large) // 2
+        if len(self._peaks) < 2:
+            return middle
+        return min(middle, max(self.curve.largest(self._limit), math.ceil((1 + GAP) * fits)))
 
     @property
     def chosen(self) -> int:

@@ -32,7 +32,7 @@ class Monitor(keras.callbacks.Callback):
         >>> x, y = np.ones((64, 4)), np.ones((64, 1))
         >>> fit = model.fit(x, y, batch_size=32, callbacks=[bigbatch.Monitor()], verbose=0)
         >>> [fit.history[name] for name in ("updates", "micro_batches", "effective_batch_size")]
-        [[2], [8], [32.0]]
+        [[2.0], [8.0], [32.0]]
     """
 
     def __init__(self) -> None:

@@ -14,14 +14,14 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 44rem; margin: auto; pad
        color: #222; background: #fff; }
 h1 { font-size: 1.4rem; }
 table { border-collapse: collapse; margin: .5rem 0; width: 100%; }
-th, td { padding: .3rem .5rem; border-bottom: 1px solid #ddd; text-align: right;
-         overflow-wrap: anywhere; }
-th:first-child, td:first-child { text-align: left; }
+th, td { padding: .3rem .5rem; border-bottom: 1px solid #ddd; text-align: right; }
+td:not(:first-child) { white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
 img { max-width: 100%; height: auto; }
 """
 
 
-def page(title: str, reports: Sequence[Report], figure: Any) -> str:
+def page(title: str, introduction: str, reports: Sequence[Report], figure: Any) -> str:
     """Return a page, readable on a laptop and a phone, with reports and a Matplotlib figure."""
     stream = io.BytesIO()
     figure.savefig(stream, format="png", dpi=150)
@@ -37,6 +37,7 @@ def page(title: str, reports: Sequence[Report], figure: Any) -> str:
 </head>
 <body>
 <h1>{html.escape(title)}</h1>
+<p>{html.escape(introduction)}</p>
 {parts}
 <img alt="The same as a picture" src="data:image/png;base64,{picture}">
 </body>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ class Verification:
     tolerance: float
     """How much may be rounding, relative to the largest value."""
     differences: tuple[Difference, ...]
-    """Of every trainable variable."""
+    """Of every weight."""
     logs: dict[str, float]
     """The relative differences of the loss and the metrics."""
     full: Cost | None
@@ -130,8 +131,8 @@ class Verification:
         return Report(self.verdict, tables, [*notes, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for machines."""
-        return {"verdict": self.verdict, **asdict(self)}
+        """Return everything, for machines; what is not finite is `None`."""
+        return _finite({"verdict": self.verdict, **asdict(self)})
 
     def __str__(self) -> str:
         return self.report().text()
@@ -142,3 +143,11 @@ class Verification:
 
     def _repr_html_(self) -> str:
         return self.report().html()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

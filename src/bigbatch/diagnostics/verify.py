@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterator
 
 import keras
@@ -28,8 +28,7 @@ from bigbatch.keras.trial import memory_of, unchanged
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.compat import variables_of
 
-_TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
-_TOLERANCE_OF_16_BITS = 5e-2
+_TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-2, "bfloat16": 5e-2}
 """What rounding makes of gradients that are added up in another order, with room to spare."""
 
 _NEGLIGIBLE = 1e-3
@@ -114,8 +113,10 @@ class _Update:
 
     names: list[str]
     gradients: list[np.ndarray | None]
+    """What optimizers were given for each weight; `None` for those that got nothing."""
+    before: list[np.ndarray]
     steps: list[np.ndarray]
-    """How far each variable moved."""
+    """How far each weight moved."""
     logs: dict[str, float]
     cost: Cost
 
@@ -135,36 +136,52 @@ class _Comparison:
 
     def verification(self) -> Verification:
         model, count = self._model, int(sample_count(self._data))
-        with replaced(model, train_function=None, steps_per_execution=1):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(model, train_function=None, steps_per_execution=1))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # what there is to say is a hazard here
             compat.build(model, self._data)
-            if not all(one.built for one in optimizers_of(model)):
-                engine = self._setting.make_split_engine(model)
-                engine.prepare(self._data)
-                engine.trace(self._data)  # makes the variables that are still missing
             if self._accumulates_itself():
                 return self._result(0, None, None)
-            with unchanged(model), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what there is to say is a hazard here
-                self._say("what could differ")
-                sample = Sample(model, self._data)
-                with self._without_draws(sample):
-                    self._look_for_meetings(sample)
-                    return self._compare(count)
+            if not all(one.built for one in optimizers_of(model)):
+                self._build_optimizers()
+            stack.enter_context(unchanged(model))
+            self._say("what could differ")
+            sample = Sample(model, self._data)
+            stack.enter_context(self._without_draws(sample))
+            self._look_for_meetings(sample)
+            return self._compare(count)
+
+    def _build_optimizers(self) -> None:
+        """Make the variables of optimizers that Keras does not know of, with no update yet."""
+        model = self._model
+        eagerly, model.run_eagerly = model.run_eagerly, False
+        try:
+            engine = self._setting.make_split_engine(model)
+            engine.prepare(self._data)
+            engine.trace(self._data)
+        finally:
+            model.run_eagerly = eagerly
 
     def _compare(self, count: int) -> Verification:
         for rows in _halves(count):
             data = tf.nest.map_structure(_first(rows), self._data)
+            size = self._setting.microbatch_size
+            assert isinstance(size, int)
+            if rows < count and rows > 1:  # or all of them would be in one micro-batch
+                size = min(size, rows // 2)
+                self._setting = replace(self._setting, microbatch_size=size)
             with contextlib.suppress(tf.errors.ResourceExhaustedError):
                 self._say(f"the full batch of {rows} samples")
                 full = self._update(self._full_batch, data)
-                self._say(f"micro-batches of {self._setting.microbatch_size} samples")
+                self._say(f"micro-batches of {size} samples")
                 accumulated = self._update(self._micro_batches, data)
                 if rows < count:
                     self._notes.append(
                         f"The full batch of {count} samples does not fit the device: {rows} of "
-                        "them were compared."
+                        f"them were compared, in micro-batches of {size}."
                     )
-                if rows <= self._setting.microbatch_size:  # pyright: ignore[reportOperatorIssue]
+                if rows <= size:
                     self._notes.append("All samples are in one micro-batch.")
                 return self._result(rows, full, accumulated)
         self._notes.append("Not even one sample fits the device: nothing was compared.")
@@ -198,10 +215,9 @@ class _Comparison:
         )
 
     def _tolerance(self) -> float:
-        dtypes = {
-            layer.compute_dtype for layer in (self._model, *compat.layers_of(self._model))
-        }
-        return max(_TOLERANCES.get(dtype, _TOLERANCE_OF_16_BITS) for dtype in dtypes)
+        layers = (self._model, *compat.layers_of(self._model))
+        dtypes = {layer.compute_dtype for layer in layers} & _TOLERANCES.keys()
+        return max((_TOLERANCES[dtype] for dtype in dtypes), default=_TOLERANCES["float32"])
 
     def _accumulates_itself(self) -> bool:
         for optimizer in optimizers_of(self._model):
@@ -221,37 +237,55 @@ class _Comparison:
     @contextlib.contextmanager
     def _without_draws(self, sample: Sample) -> Iterator[None]:
         """Return a block in which layers that draw random numbers do as in inference."""
-        random = sample.random_layers()
+        random = self._tried(sample.random_layers)
         for layer in random:
             self._hazards.append(
                 Hazard(
-                    f"layer {layer.name!r} ({type(layer).__name__})",
+                    _name(layer),
                     "it draws random numbers, others for micro-batches than for the full batch",
                     "Nothing to do: they come from the same distribution.",
                 )
             )
         with contextlib.ExitStack() as stack:
             for layer in random:
-                stack.enter_context(compat.without_training(layer))
-            still = sample.random_layers() if random else []
-            if random:
+                if not compat.layers_of(layer):  # or what is inside would change, too
+                    stack.enter_context(compat.without_training(layer))
+            still = self._tried(sample.random_layers) if random else []
+            if still:
+                names = ", ".join(map(_name, still))
                 self._notes.append(
-                    "Compared with random draws switched off."
-                    if not still
-                    else "Random draws of "
-                    + ", ".join(repr(layer.name) for layer in still)
-                    + " cannot be switched off: they are part of the difference."
+                    f"Random draws of {names} cannot be switched off: they are part of the "
+                    "difference."
                 )
+            elif random:
+                self._notes.append("Compared with random draws switched off.")
             yield
+
+    def _tried(self, look: Callable[..., list[Any]], *args: Any) -> list[Any]:
+        """Return what looking for hazards finds; what cannot be tried is still compared."""
+        try:
+            return look(*args)
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self._notes.append(f"Layers could not be tried one by one: {reason}")
+            return []
 
     def _look_for_meetings(self, sample: Sample) -> None:
         if not sample.is_enough:
             return
-        for layer in sample.mixing_layers(self._setting.batch_norm):
+        for layer in self._tried(sample.changing_layers):
+            self._hazards.append(
+                Hazard(
+                    _name(layer),
+                    "its weights change with every call, so with every micro-batch",
+                    "Let them change in train_step or in a callback, once per update.",
+                )
+            )
+        for layer in self._tried(sample.mixing_layers, self._setting.batch_norm):
             is_norm = isinstance(layer, keras.layers.BatchNormalization)
             self._hazards.append(
                 Hazard(
-                    f"layer {layer.name!r} ({type(layer).__name__})",
+                    _name(layer),
                     "the samples of a batch meet in it, and those of a micro-batch are fewer",
                     "Use LayerNormalization or GroupNormalization, larger micro-batches, or "
                     'batch_norm="frozen".'
@@ -287,17 +321,18 @@ class _Comparison:
         """Make one update and look at it, then some more to see what they take; undo them."""
         model = self._model
         with unchanged(model) as put_back:
-            variables = model.trainable_variables
-            before = [variable.numpy() for variable in variables]
+            weights = [*model.trainable_weights, *model.non_trainable_weights]
+            before = [weight.numpy() for weight in weights]
             model.reset_metrics()
             with _gradients_of(model) as noted:
                 logs = {k: float(np.mean(v)) for k, v in make()(data).items()}
-            steps = [variable.numpy() - old for variable, old in zip(variables, before)]
-            places = [noted.get(id(variable)) for variable in variables]
+            steps = [weight.numpy() - old for weight, old in zip(weights, before)]
+            places = [noted.pop(id(weight), None) for weight in weights]
             gradients = [None if place is None else place.numpy() for place in places]
+            del noted, places  # which take memory
             put_back()
             cost = _cost(model, make(), data)
-        return _Update([v.path for v in variables], gradients, steps, logs, cost)
+        return _Update([one.path for one in weights], gradients, before, steps, logs, cost)
 
 
 @contextlib.contextmanager
@@ -347,22 +382,30 @@ def _cost(model: Any, train: Callable[[Any], Any], data: Any) -> Cost:
 def _differences(full: _Update, accumulated: _Update) -> tuple[Difference, ...]:
     found = []
     largest = max((_size(g) for g in full.gradients if g is not None), default=0.0)
-    for name, *gradients, step, other_step in zip(
-        full.names, full.gradients, accumulated.gradients, full.steps, accumulated.steps
-    ):
-        gradient, other = gradients
+    for index, name in enumerate(full.names):
+        gradient, other = full.gradients[index], accumulated.gradients[index]
+        step, before = full.steps[index], full.before[index]
+        of_step = step - accumulated.steps[index]
+        # A step is known no better than the weight it was taken from.
+        of_step = np.where(np.abs(of_step) <= 4 * _eps(before) * np.abs(before), 0, of_step)
         if gradient is None or other is None:
-            different = 0.0 if gradient is other else float("inf")
-            found.append(Difference(name, different, different))
-            continue
-        # Some gradients are zero but for rounding, such as that of a bias before a softmax.
-        scale = max(_size(gradient), _NEGLIGIBLE * largest)
-        counts = np.abs(gradient) > _NEGLIGIBLE * scale
-        of_step = np.where(counts, step - other_step, 0)
-        found.append(
-            Difference(name, _relative(gradient - other, scale), _relative(of_step, step))
-        )
+            of_gradient = 0.0 if gradient is other else float("inf")
+        else:
+            # Some gradients are zero but for rounding, such as that of a bias before a softmax.
+            scale = max(_size(gradient), _NEGLIGIBLE * largest)
+            of_gradient = _relative(gradient - other, scale)
+            of_step = np.where(np.abs(gradient) > _NEGLIGIBLE * scale, of_step, 0)
+        found.append(Difference(name, of_gradient, _relative(of_step, step)))
     return tuple(found)
+
+
+def _eps(values: np.ndarray) -> float:
+    is_float = np.issubdtype(values.dtype, np.floating)
+    return float(np.finfo(values.dtype).eps) if is_float else 2.0**-8
+
+
+def _name(layer: Any) -> str:
+    return f"layer {layer.name!r} ({type(layer).__name__})"
 
 
 def _relative(difference: Any, to: Any) -> float:

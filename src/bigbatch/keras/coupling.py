@@ -138,42 +138,54 @@ class Sample:
     def mixing_layers(self, batch_norm: str) -> list[Any]:
         """Return the layers in which samples meet."""
 
-        def mixes(call: Callable[..., Any], args: Any, kwargs: Any, outputs: list[Any]) -> bool:
-            # What is not even the same for the same samples is random: that says nothing.
-            if self._differ(outputs, keras.tree.flatten(call(*args, **kwargs))):
+        def mixes(layer: _Call) -> bool:
+            # What is not even the same for the same samples is random, or changes with every
+            # call: that says nothing.
+            if self._differ(layer.outputs, layer.once_more()):
                 return False
-            args, kwargs = tf.nest.map_structure(self._with_others, (args, kwargs))
-            return self._differ(outputs, keras.tree.flatten(call(*args, **kwargs)))
+            return self._differ(layer.outputs, layer.once_more(self._with_others))
 
         return self._layers_where(mixes, batch_norm)
 
     def random_layers(self) -> list[Any]:
-        """Return the layers that do something else each time."""
+        """Return the layers that draw random numbers."""
+        return self._layers_where(
+            lambda layer: self._differ(layer.outputs, layer.again()), "microbatch"
+        )
 
-        def draws(call: Callable[..., Any], args: Any, kwargs: Any, outputs: list[Any]) -> bool:
-            return self._differ(outputs, keras.tree.flatten(call(*args, **kwargs)))
+    def changing_layers(self) -> list[Any]:
+        """Return the layers whose weights change when they are called, and matter then."""
 
-        return self._layers_where(draws, "microbatch")
+        def changes(layer: _Call) -> bool:
+            if self._differ(layer.outputs, layer.again()):
+                return False
+            return self._differ(layer.outputs, layer.once_more())
 
-    def _layers_where(self, test: Callable[..., bool], batch_norm: str) -> list[Any]:
+        return self._layers_where(changes, "microbatch")
+
+    def _layers_where(self, test: Callable[[_Call], bool], batch_norm: str) -> list[Any]:
         """Return the layers that pass a test of a call, not those around them."""
         found: list[Any] = []
         is_test = False
 
         def call(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal is_test
-            outputs = original(*args, **kwargs)
-            if not is_test and layer not in found:
-                is_test = True
-                try:
-                    if test(original, args, kwargs, keras.tree.flatten(outputs)):
-                        found.append(layer)
-                finally:
-                    is_test = False
-            return outputs
+            # In a `tf.function` of the user's there are no values to look at.
+            if is_test or layer in found or not tf.executing_eagerly():
+                return original(*args, **kwargs)
+            this = _Call(layer, original, args, kwargs)
+            is_test = True
+            try:
+                if test(this):
+                    found.append(layer)
+            finally:
+                is_test = False
+                this.put_back()
+            return original(*args, **kwargs)
 
         norm = BatchNorm(self._model, batch_norm)
         with self._undone(), norm.watching(), contextlib.ExitStack() as stack:
+            stack.callback(_put_back, _values_of(self._model))
             for layer in (*compat.layers_of(self._model), self._model):
                 watched = functools.partial(call, layer, layer.call)
                 stack.enter_context(replaced(layer, call=watched))
@@ -224,8 +236,42 @@ class Sample:
             try:
                 yield
             finally:
-                for variable, value in state:
-                    variable.assign(value)
+                _put_back(state)
+
+
+class _Call:
+    """The call of a layer, to be made more than once."""
+
+    def __init__(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._call, self._args, self._kwargs = call, args, kwargs
+        self._weights = _values_of(layer)
+        self.outputs = self.once_more()
+
+    def once_more(self, change: Callable[[Any], Any] = lambda leaf: leaf) -> list[Any]:
+        """Return the outputs of another call, perhaps with other inputs."""
+        args, kwargs = tf.nest.map_structure(change, (self._args, self._kwargs))
+        return keras.tree.flatten(self._call(*args, **kwargs))
+
+    def again(self) -> list[Any]:
+        """Return the outputs of another call, with the weights of the first."""
+        self.put_back()
+        return self.once_more()
+
+    def put_back(self) -> None:
+        """Give the layer the weights it had before."""
+        _put_back(self._weights)
+
+
+def _values_of(layer: Any) -> list[tuple[Any, Any]]:
+    local = tf.distribute.get_strategy().experimental_local_results
+    parts = [part for weight in layer.weights for part in local(weight.value)]
+    return [(part, part.numpy()) for part in parts]
+
+
+def _put_back(values: list[tuple[Any, Any]]) -> None:
+    with outside_strategy_scope():
+        for variable, value in values:
+            variable.assign(value)
 
 
 def _first_rows(leaf: Any, count: int) -> Any:

@@ -17,7 +17,7 @@ from bigbatch.keras import compat
 from bigbatch.keras.announcement import Epoch, announcement, warn_of_conflicts
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.data import on_next, without_optionals
-from bigbatch.keras.insight import Insight, insight_of, set_insight
+from bigbatch.keras.insight import Insight, drop_insight, insight_of, set_insight
 from bigbatch.keras.setting import Setting
 from bigbatch.keras.trial import largest_trial_that_fits
 from bigbatch.keras.window import WindowEngine
@@ -35,6 +35,8 @@ class _Hooks:
         self.setting = setting
         self._fit_arguments: dict[str, Any] | None = None
         self._is_quiet = False
+        self.is_training = False
+        """Whether a batch of `fit` has been trained on."""
         self._batches_per_epoch: int | None = None
         self._logs: Any = None
         self.engine: Any = None
@@ -65,6 +67,7 @@ class _Hooks:
             self._is_quiet = not self._is_first_worker() or (
                 self._fit_arguments.get("verbose", "auto") == 0
             )
+        self.is_training = False
         try:
             return fit(self._model, *args, **kwargs)
         except BaseException as error:
@@ -78,6 +81,7 @@ class _Hooks:
             raise
         finally:
             self._fit_arguments = self._batches_per_epoch = None
+            self.is_training = False
             insight = insight_of(self._model)
             if insight is not None:
                 insight.logs.clear()
@@ -106,10 +110,11 @@ class _Hooks:
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         compat.build_under_strategy(self._model, iterator, data_batch)
+        known = compat.certain_batches_of
+        self._batches_per_epoch = None if iterator is None else known(iterator)
         # The first to see what `fit` trains on; evaluation comes here later.
         if self._fit_arguments is not None and iterator is not None:
             arguments, self._fit_arguments = self._fit_arguments, None
-            self._batches_per_epoch = compat.certain_batches_of(iterator)
             self._announce(Epoch(*compat.batches_of(iterator)), arguments)
 
     def _announce(self, epoch: Epoch, arguments: dict[str, Any]) -> None:
@@ -131,6 +136,8 @@ class _Hooks:
         model = self._model
         if model.train_function is None or force:
             _check_optimizers(model)
+            if self.engine is not None:
+                self.engine.flush()  # what `train_on_batch` has left open
             self.engine = self.setting.make_engine(model, self._say)
             model.train_function = self.train
         if isinstance(self.engine, WindowEngine):
@@ -138,6 +145,7 @@ class _Hooks:
         return model.train_function
 
     def train(self, iterator: Any) -> dict[str, Any]:
+        self.is_training = True
         self._logs = self.engine.train(iterator)
         return self._logs
 
@@ -187,7 +195,7 @@ def detach(model: Any) -> None:
             hooks.engine.flush()
         for name in hooks.methods:
             vars(model).pop(name, None)
-    set_insight(model, None)
+    drop_insight(model)
     model.train_function = model.test_function = None
 
 
@@ -240,6 +248,14 @@ def observe(model: Any, *, what: str, with_noise: bool) -> Insight:
         )
     insight = insight_of(model)
     if insight is None or with_noise > insight.with_noise:
+        if hooks.is_training:
+            raise ContextError(
+                explain(
+                    received=f"{what} for a model that is being trained",
+                    expected=f"{what} among the callbacks of fit()",
+                    fix=f"pass {what} to fit(), not to evaluate() or predict()",
+                )
+            )
         insight = insight or Insight()
         insight.with_noise = with_noise
         set_insight(model, insight)

@@ -97,6 +97,11 @@ def insight_of(model: Any) -> Insight | None:
     return vars(model).get(_INSIGHT)
 
 
-def set_insight(model: Any, insight: Insight | None) -> None:
+def set_insight(model: Any, insight: Insight) -> None:
     """Let the updates of a model be noted, by engines that are made from now on."""
     vars(model)[_INSIGHT] = insight
+
+
+def drop_insight(model: Any) -> None:
+    """Undo `set_insight`."""
+    vars(model).pop(_INSIGHT, None)

@@ -36,12 +36,14 @@ def run_script(path: str, arguments: Sequence[str], setting: dict[str, Any]) -> 
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(script), __builtins__=__builtins__)
     before = sys.modules["__main__"], sys.argv, sys.path[:]
-    finder = _AfterImport("keras", functools.partial(_patch, setting))
+    fits: list[Any] = []
+    finder = _AfterImport("keras", functools.partial(_patch, setting, fits.append))
     sys.modules["__main__"], sys.argv = main, [path, *arguments]
     sys.path.insert(0, str(script.parent))
     sys.meta_path.insert(0, finder)
     try:
-        exec(compile(script.read_bytes(), str(script), "exec"), main.__dict__)
+        code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+        exec(code, main.__dict__)
     except SystemExit as leave:
         if not isinstance(leave.code, (int, type(None))):
             print(leave.code, file=sys.stderr)
@@ -52,10 +54,12 @@ def run_script(path: str, arguments: Sequence[str], setting: dict[str, Any]) -> 
     finally:
         sys.meta_path.remove(finder)
         sys.modules["__main__"], sys.argv, sys.path[:] = before
+    if not fits:
+        print("bigbatch: the script has not called fit() of a Keras 3 model", file=sys.stderr)
     return 0
 
 
-def _patch(setting: dict[str, Any], keras: Any) -> None:
+def _patch(setting: dict[str, Any], note: Callable[[Any], None], keras: Any) -> None:
     """Let every model accumulate from its first `fit` on, unless it does already."""
     original = keras.Model.fit
 
@@ -64,6 +68,7 @@ def _patch(setting: dict[str, Any], keras: Any) -> None:
         from bigbatch.keras.accumulate import accumulate
         from bigbatch.keras.hooks import fit_with, is_attached
 
+        note(type(model))
         if is_attached(model):
             return original(model, *args, **kwargs)
         # Past an own `fit` of the model's class, which may be what has called this.
@@ -72,24 +77,35 @@ def _patch(setting: dict[str, Any], keras: Any) -> None:
     keras.Model.fit = fit
 
 
-class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Calls a function with a module as soon as it has been imported."""
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module as soon as it has been imported.
+
+    Others may only look for the module, as TensorFlow does for Keras: whatever they find
+    calls the function if it is loaded.
+    """
 
     def __init__(self, name: str, function: Callable[[Any], None]) -> None:
         self._name = name
         self._function = function
-        self._loader: Any = None
 
     def find_spec(
         self, fullname: str, path: Any, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Find the module as if this was not here, and stay next to its loader."""
-        if fullname != self._name or self._loader is not None:
+        if fullname != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None:
-            self._loader, spec.loader = spec.loader, self
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._function)
         return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module as its own loader does, and then calls a function with it."""
+
+    def __init__(self, loader: Any, function: Callable[[Any], None]) -> None:
+        self._loader = loader
+        self._function = function
 
     def create_module(self, spec: Any) -> Any:
         """Leave it to the module's own loader."""
@@ -97,6 +113,7 @@ class _AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: Any) -> None:
         """Do as the module's own loader, and then call the function."""
+        module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         self._function(module)
 

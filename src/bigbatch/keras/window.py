@@ -80,7 +80,8 @@ class WindowEngine:
         """Train on the next batches of `iterator`, at once or later; return the logs."""
         iterator = iterator if is_iterator(iterator) else iter(iterator)
         count = self._model.steps_per_execution
-        self._batches += count
+        if is_iterator(iterator):
+            self._batches += count
         with self._protected():
             if self._can_wait(iterator):
                 self._iterator = iterator
@@ -138,17 +139,30 @@ class WindowEngine:
 
     def _train_waiting(self, *, is_last: bool) -> None:
         """Make the updates for which enough batches wait in the iterator, or a short one."""
+        is_any = False
         while self._waiting:
             self._begin_window()
             missing = self._length - self._filled
             if self._waiting < missing and not is_last:
                 return
             wanted, is_first = min(self._waiting, missing), not self._filled
-            self._waiting -= wanted
-            self._logs = self._finish(
-                self._iterator, tf.constant(wanted), self._length_tensor, is_first
-            )
+            expected, self._waiting = self._waiting, self._waiting - wanted
+            try:
+                done, self._logs = self._finish(
+                    self._iterator, tf.constant(wanted), self._length_tensor, is_first
+                )
+            except END_OF_DATA:
+                self._waiting = 0
+                if is_any:
+                    return
+                raise
+            is_any = True
             self._end_window()
+            if int(done) < wanted:  # the data has come to its end
+                self._waiting = 0
+                # Whole calls that have found nothing: Keras wants to know.
+                if expected - int(done) >= self._model.steps_per_execution:
+                    raise StopIteration
 
     def _train_now(self, iterator: Any, left: int) -> None:
         """Train on the next `left` batches, or fewer if there are no more."""
@@ -264,10 +278,10 @@ class WindowEngine:
 
     def _finish(
         self, iterator: Any, wanted: Any, length: Any, is_first: bool
-    ) -> dict[str, Any]:
-        """Add the next batches to the window and make the update; return the logs."""
-        self._take(iterator, wanted, length, is_first)
-        return self._update()
+    ) -> tuple[Any, dict[str, Any]]:
+        """Add the next batches to the window and make the update; return as `_add_next`."""
+        done = self._take(iterator, wanted, length, is_first)
+        return done, self._update()
 
     def _take(self, iterator: Any, wanted: Any, length: Any, is_first: bool) -> Any:
         return on_next(

@@ -124,10 +124,14 @@ def squared_norm(gradient: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return 2 * tf.cast(tf.nn.l2_loss(widen(gradient)), tf.float32)
     values = tf.reshape(widen(gradient.values), [tf.shape(gradient.indices)[0], -1])
-    if under_xla():  # which needs to know how many different rows there are
-        is_same = gradient.indices[:, tf.newaxis] == gradient.indices
-        products = tf.matmul(values, values, transpose_b=True)
-        return tf.cast(tf.reduce_sum(tf.where(is_same, products, 0)), tf.float32)
+    if under_xla():  # which needs to know how many different rows there are: at most all
+        order = tf.argsort(gradient.indices)
+        indices = tf.gather(gradient.indices, order)
+        is_next = tf.concat([[0], tf.cast(indices[1:] != indices[:-1], tf.int32)], 0)
+        sums = tf.math.unsorted_segment_sum(
+            tf.gather(values, order), tf.cumsum(is_next), tf.size(indices)
+        )
+        return squared_norm(sums)
     rows, where = tf.unique(gradient.indices)
     return squared_norm(tf.math.unsorted_segment_sum(values, where, tf.size(rows)))
 

@@ -220,6 +220,18 @@ def test_a_model_that_does_not_accumulate(callback):
         model.fit(X, Y, verbose=0, callbacks=[callback()])
 
 
+def test_a_callback_that_comes_in_the_middle_of_training():
+    class Evaluate(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.evaluate(X, Y, verbose=0, callbacks=[bigbatch.Monitor()])
+
+    model = dense()
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, microbatch_size=SIZE)
+    with pytest.raises(ContextError, match="among the callbacks of fit"):
+        model.fit(X, Y, verbose=0, callbacks=[Evaluate()])
+
+
 def test_noise_of_a_coupled_loss():
     model = dense()
     model.compile("sgd", "mse")

@@ -103,6 +103,58 @@ def test_data_that_ends_too_early(batches):
     assert largest_difference(model, expected) <= TOLERANCE["float32"]
 
 
+def test_data_that_ends_too_early_in_every_epoch():
+    """Keras starts the data anew when it hears of the end, and only then."""
+    data = tf.data.Dataset.from_tensor_slices((DENSE_X, DENSE_Y)).batch(10)
+    data = data.filter(lambda *_: True)  # five batches, which nobody knows
+
+    def fit(model, data):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*ran out of data")
+            return model.fit(data, steps_per_epoch=6, epochs=4, shuffle=False, verbose=0)
+
+    model, expected = compiled(accumulation_steps=4), compiled()
+    history = fit(model, data)
+    for _ in range(4):
+        for start, end in ((0, 40), (40, 50)):
+            expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
+    assert int(model.optimizer.iterations) == 8
+    assert min(history.history["loss"]) > 0
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(("execution", "steps"), [(4, 2), (5, 3), (3, 4), (2, 8)])
+def test_executions_that_do_not_divide_the_epoch(execution, steps):
+    model, expected, callback = compiled(accumulation_steps=steps), compiled(), Iterations()
+    model.steps_per_execution = execution
+    options = {"epochs": 2, "shuffle": False, "verbose": 0}
+    model.fit(DENSE_X, DENSE_Y, batch_size=5, callbacks=[callback], **options)
+    expected.fit(DENSE_X, DENSE_Y, batch_size=5 * steps, **options)
+    assert len([1 for event, _ in callback.seen if event == "batch"]) == 2 * -(-10 // execution)
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
+def test_an_own_fit_that_trains_and_evaluates_on_other_data_first():
+    class Own(keras.Sequential):
+        def fit(self, x, y, **options):
+            super().fit(x[:14], y[:14], **options)
+            self.evaluate(x[:7], y[:7], batch_size=7, verbose=0)
+            return super().fit(x, y, **options)
+
+    def trained(size, **setting):
+        keras.utils.set_random_seed(3)
+        model = Own([keras.Input((5,)), keras.layers.Dense(3)])
+        model.compile("adam", "mse")
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        model.fit(DENSE_X, DENSE_Y, batch_size=size, shuffle=False, verbose=0)
+        return model
+
+    model, expected = trained(7, accumulation_steps=2), trained(14)
+    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
+    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+
+
 class Batches(keras.utils.PyDataset):
     """Notes which batches are taken, and when an epoch ends."""
 

@@ -71,7 +71,13 @@ def test_on_two_replicas(kind, mode, mirrored):
 
 @pytest.mark.parametrize(
     ("shape", "axis"),
-    [((5,), -1), ((4, 5), -1), ((4, 4, 3), -1), ((3, 4, 4), 1), ((2, 2, 2, 3), -1)],
+    [
+        ((5,), -1),
+        ((4, 4, 3), -1),
+        ((3, 4, 4), 1),
+        pytest.param((4, 5), -1, marks=pytest.mark.matrix),
+        pytest.param((2, 2, 2, 3), -1, marks=pytest.mark.matrix),
+    ],
 )
 def test_every_rank(shape, axis, mode):
     x = 5 + rng.normal(size=(len(X), *shape)).astype("float32")
