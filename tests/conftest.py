@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -43,6 +44,14 @@ def _forget() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run slow tests first: they wait a lot, and none is left when everything else is done."""
+    """Run slow tests first: they wait a lot, and none is left when everything else is done.
+
+    Of tests with many cases some are for the matrix: always the same, by their names.
+    """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled and zlib.crc32(item.name.encode()) % sampled.args[0]:
+            item.add_marker(pytest.mark.matrix)

@@ -62,25 +62,36 @@ def test_a_batch_that_does_not_fit_trains_with_auto():
 
 
 def fits(scenario, size, limit):
-    setting = {"microbatch_size": size, "by_batch": True}
-    return "updates" in probe(scenario, json.dumps(setting), limit)
+    return "updates" in probe(scenario, f'{{"microbatch_size": {size}}}', limit)
 
 
 @pytest.mark.slow
-@pytest.mark.matrix  # takes two minutes: an allocator waits before it gives up
-def test_auto_is_within_a_quarter_of_the_largest_that_really_fits():
+@pytest.mark.matrix  # takes minutes: an allocator waits for seconds before it gives up
+@pytest.mark.parametrize(("scenario", "limit"), [("perceptron", 20), ("convolutional", 100)])
+def test_auto_is_within_a_quarter_of_the_largest_that_really_fits(scenario, limit):
     """Each size that is tried here trains in a process of its own."""
-    size = probe("perceptron", json.dumps(AUTO), 20)["size"]
+    size = probe(scenario, json.dumps(AUTO), limit)["size"]
     largest, too_large = round(0.75 * size), 512
-    assert fits("perceptron", largest, 20)
-    assert not fits("perceptron", too_large, 20)
+    assert fits(scenario, largest, limit)
+    assert not fits(scenario, too_large, limit)
     while too_large - largest > 0.1 * largest:
         middle = (largest + too_large) // 2
-        if fits("perceptron", middle, 20):
+        if fits(scenario, middle, limit):
             largest = middle
         else:
             too_large = middle
     assert 0.75 * largest <= size
+
+
+@pytest.mark.slow
+def test_what_is_verified_if_the_full_batch_does_not_fit():
+    result = probe("verified", '{"microbatch_size": 300}', 20)
+    assert result["ok"]
+    assert 0 < result["samples"] < 512
+    # Or the full batch would be compared with itself.
+    assert result["microbatch_size"] <= result["samples"] // 2
+    assert any("does not fit the device" in note for note in result["notes"])
+    assert result["accumulated"]["peak"] < result["full"]["peak"] <= 20 * 2**20
 
 
 @pytest.mark.slow

@@ -88,7 +88,6 @@ def _start(name: str, scratch: str, environment: dict[str, str]) -> subprocess.P
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "TF_CPU_ALLOCATOR_USE_BFC": "true",
             "KERAS_BACKEND": "tensorflow",
-            "CUDA_VISIBLE_DEVICES": "-1",  # the limit is that of the CPU's allocator
             **environment,
         },
     )
@@ -237,6 +236,20 @@ def _model(**options: Any) -> Any:
     return model
 
 
+def _set_up(is_limited: bool) -> None:
+    """Use a GPU if there is one, with the same limit, and in full precision."""
+    import tensorflow as tf
+
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    for gpu in tf.config.list_physical_devices("GPU")[:1]:
+        tf.config.set_visible_devices(gpu, "GPU")
+        if is_limited:
+            limit = tf.config.LogicalDeviceConfiguration(memory_limit=LIMIT)
+            tf.config.set_logical_device_configuration(gpu, [limit])
+        else:
+            tf.config.experimental.set_memory_growth(gpu, True)
+
+
 def _full() -> tuple[dict[str, Any], dict[str, Any]]:
     """Try to train on the small device as one would."""
     import tensorflow as tf
@@ -359,6 +372,7 @@ def _Progress(epochs: int) -> Any:  # noqa: N802
 
 if __name__ == "__main__":
     part, scratch = sys.argv[1:]
+    _set_up(is_limited=part != "free")
     found, values = {"full": _full, "small": _small, "free": _free}[part]()
     np.savez(Path(scratch, f"{part}.npz"), **values)
     Path(scratch, part).write_text(json.dumps(found))

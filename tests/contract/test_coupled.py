@@ -52,6 +52,7 @@ def check(result, expected, tolerance=TOLERANCE):
             )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 4, 11, 20])
 @pytest.mark.parametrize("name", LOSSES)

@@ -58,6 +58,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dtype", "optimizer", "partition", "loop"), CASES)
 @pytest.mark.parametrize("make_problem", [dense_problem, embedding_problem])
 def test_accumulator(make_problem, dtype, optimizer, partition, loop):
@@ -111,6 +112,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("microbatch_size", [1, 6, 7, 24, 100])
 @pytest.mark.parametrize("form", ["mean", "sum and weight"])

@@ -97,6 +97,7 @@ def train(strategy, problem, optimizer, shares, loss=local_mean, in_scope=False,
     return model, optimizer, accumulator, micro_batch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("optimizer", optimizers())
 @pytest.mark.parametrize("shares", SHARES)

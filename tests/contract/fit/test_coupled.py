@@ -29,6 +29,7 @@ layers = keras.layers
 IN_WINDOWS = ["sim_clr", "clip", "sample weights", "two outputs with different masks"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
