@@ -95,6 +95,7 @@ def test_what_is_verified_if_the_full_batch_does_not_fit():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_number_is_obeyed_and_its_failure_suggests_one_that_fits():
     larger = probe("perceptron", '{"microbatch_size": 512}', 20)
     assert "out of memory" in larger["message"]
@@ -392,6 +393,7 @@ def test_trials_leave_no_trace():
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [None, 4])
 @pytest.mark.parametrize("coupled", [False, True])
 def test_replicas_agree_on_one_size(size, coupled, mirrored, monkeypatch):

@@ -62,6 +62,7 @@ def test_fit_stops_with_an_error_when_a_worker_dies():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # takes over a minute
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # of unknown length
 def test_workers_agree_on_a_size_when_only_one_is_short_of_memory():
     outputs = [json.loads(output.splitlines()[-1]) for output in run_workers("auto.py")]

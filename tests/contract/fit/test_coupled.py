@@ -92,6 +92,7 @@ def test_with_compile_options(options, mode):
     check_same(case.accumulate(mode, COUPLED), case.train(), TOLERANCE["float32"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "devices"), [("mixed_float16", 1), ("mixed_float16", 2), ("mixed_bfloat16", 1)]
 )

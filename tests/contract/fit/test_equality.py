@@ -42,7 +42,7 @@ several_optimizers = pytest.mark.filterwarnings("ignore:bigbatch. train_step use
 
 
 @several_optimizers
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_in_float64(name, mode, float64):
     result = CASES[name].accumulate(mode)

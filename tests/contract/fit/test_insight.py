@@ -83,6 +83,7 @@ def check_same_estimate(estimate: Estimate, expected: Estimate):
     np.testing.assert_allclose(estimate.average, expected.average, rtol=1e-3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["plain", "loss scaling"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_estimate_is_that_of_plain_gradients(name, mode, optimizer):
@@ -143,6 +144,7 @@ def test_replicas_are_more_micro_batches(mirrored):
     assert history.history["effective_batch_size"] == [30]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["dense", "two outputs", "own train_step"])
 def test_training_is_the_same_with_and_without(name, mode):
     case = CASES[name]

@@ -31,6 +31,7 @@ def test_callbacks_fire_once_per_batch_of_the_data(mode):
     assert events.batches == list(range(batches))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["dense", "two outputs", "own train_step", "own tracker"])
 def test_logs_of_a_batch_are_those_of_the_full_batch(name, mode):
     case, events, expected = CASES[name], Events(), Events()

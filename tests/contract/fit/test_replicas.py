@@ -56,6 +56,7 @@ def test_masks_need_one_more_reduction_of_a_few_numbers(mirrored):
         assert found == ["CollectiveReduceV2"] * mirrored.num_replicas_in_sync
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["dense", "masked", "own train_step"])
 def test_replicas_without_samples(name, mode, mirrored):
     """The last micro-batch has one sample: the second replica has none."""

@@ -60,6 +60,7 @@ class Note(keras.callbacks.Callback):
             self.state = state(self.model)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_norm", ["pooled", "microbatch"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_a_failure_in_the_second_batch_leaves_the_state_after_the_first(
