@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Callable, Iterator
 
 import keras
@@ -15,27 +13,21 @@ import tensorflow as tf
 
 from bigbatch.core.arguments import positive_integer
 from bigbatch.core.report import progress
-from bigbatch.diagnostics.verification import Cost, Difference, Hazard, Verification
+from bigbatch.diagnostics.update import Update, differences_of, observed, relative
+from bigbatch.diagnostics.verification import Difference, Hazard, Verification
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.keras import compat
-from bigbatch.keras.accumulate import check_model
+from bigbatch.keras.accumulate import check_compiled, check_model
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.coupling import Sample
 from bigbatch.keras.data import as_fit_has_it
 from bigbatch.keras.patching import replaced
 from bigbatch.keras.setting import Setting
-from bigbatch.keras.trial import memory_of, unchanged
+from bigbatch.keras.trial import unchanged
 from bigbatch.tf.batch import sample_count
-from bigbatch.tf.compat import variables_of
 
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-2, "bfloat16": 5e-2}
 """What rounding makes of gradients that are added up in another order, with room to spare."""
-
-_NEGLIGIBLE = 1e-3
-"""Gradients this small, relative to the largest, may be nothing but rounding."""
-
-_UPDATES = 3
-"""How many updates are timed."""
 
 
 def verify(
@@ -78,6 +70,7 @@ def verify(
         True
     """
     check_model(model)
+    check_compiled(model)
     positive_integer(microbatch_size, "microbatch_size")
     setting = Setting(microbatch_size=microbatch_size, batch_norm=batch_norm, coupled=coupled)
     _check(model)
@@ -88,14 +81,6 @@ def verify(
 
 
 def _check(model: Any) -> None:
-    if not getattr(model, "compiled", False):
-        raise ArgumentError(
-            explain(
-                received="a model that has not been compiled",
-                expected="a model with a loss and an optimizer",
-                fix="call model.compile(...) first",
-            )
-        )
     replicas = compat.strategy_of(model).num_replicas_in_sync
     if replicas > 1:
         raise ArgumentError(
@@ -105,20 +90,6 @@ def _check(model: Any) -> None:
                 fix="build and compile the same model outside strategy.scope()",
             )
         )
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What one update did."""
-
-    names: list[str]
-    gradients: list[np.ndarray | None]
-    """What optimizers were given for each weight; `None` for those that got nothing."""
-    before: list[np.ndarray]
-    steps: list[np.ndarray]
-    """How far each weight moved."""
-    logs: dict[str, float]
-    cost: Cost
 
 
 class _Comparison:
@@ -173,9 +144,9 @@ class _Comparison:
                 self._setting = replace(self._setting, microbatch_size=size)
             with contextlib.suppress(tf.errors.ResourceExhaustedError):
                 self._say(f"the full batch of {rows} samples")
-                full = self._update(self._full_batch, data)
+                full = observed(self._model, self._full_batch, data)
                 self._say(f"micro-batches of {size} samples")
-                accumulated = self._update(self._micro_batches, data)
+                accumulated = observed(self._model, self._micro_batches, data)
                 if rows < count:
                     self._notes.append(
                         f"The full batch of {count} samples does not fit the device: {rows} of "
@@ -188,15 +159,15 @@ class _Comparison:
         return self._result(0, None, None)
 
     def _result(
-        self, samples: int, full: _Update | None, accumulated: _Update | None
+        self, samples: int, full: Update | None, accumulated: Update | None
     ) -> Verification:
         tolerance = self._tolerance()
         differences: tuple[Difference, ...] = ()
         logs: dict[str, float] = {}
         if full is not None and accumulated is not None:
-            differences = _differences(full, accumulated)
+            differences = differences_of(full, accumulated)
             logs = {
-                name: _relative(value - accumulated.logs.get(name, np.nan), value)
+                name: relative(value - accumulated.logs.get(name, np.nan), value)
                 for name, value in full.logs.items()
             }
         largest = [max(one.gradient, one.weight / 10) for one in differences]
@@ -317,107 +288,9 @@ class _Comparison:
         engine = self._setting.make_engine(self._model, lambda _: None)
         return lambda data: engine.train([data])
 
-    def _update(self, make: Callable[[], Callable[[Any], Any]], data: Any) -> _Update:
-        """Make one update and look at it, then some more to see what they take; undo them."""
-        model = self._model
-        with unchanged(model) as put_back:
-            weights = [*model.trainable_weights, *model.non_trainable_weights]
-            before = [weight.numpy() for weight in weights]
-            model.reset_metrics()
-            with _gradients_of(model) as noted:
-                logs = {k: float(np.mean(v)) for k, v in make()(data).items()}
-            steps = [weight.numpy() - old for weight, old in zip(weights, before)]
-            places = [noted.pop(id(weight), None) for weight in weights]
-            gradients = [None if place is None else place.numpy() for place in places]
-            del noted, places  # which take memory
-            put_back()
-            cost = _cost(model, make(), data)
-        return _Update([one.path for one in weights], gradients, before, steps, logs, cost)
-
-
-@contextlib.contextmanager
-def _gradients_of(model: Any) -> Iterator[dict[int, Any]]:
-    """Return a block in which the gradients that optimizers are given are noted."""
-    noted: dict[int, Any] = {}
-    variables = model.trainable_variables
-    places = {id(one): tf.Variable(tf.zeros(one.shape, one.dtype)) for one in variables}
-
-    def noting(optimizer: Any) -> Callable[..., Any]:
-        apply = optimizer.apply
-
-        def apply_and_note(grads: Any, trainable_variables: Any = None) -> Any:
-            grads = list(grads)
-            variables = trainable_variables or variables_of(optimizer)
-            scale = optimizer.scale_loss(tf.ones([]))  # of the loss: of gradients too
-            for variable, gradient in zip(variables, grads):
-                if gradient is not None and id(variable) in places:
-                    place = noted[id(variable)] = places[id(variable)]
-                    value = tf.convert_to_tensor(gradient)
-                    place.assign(value / tf.cast(scale, value.dtype))
-            return apply(grads, trainable_variables)
-
-        return apply_and_note
-
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            stack.enter_context(replaced(optimizer, apply=noting(optimizer)))
-        yield noted
-
-
-def _cost(model: Any, train: Callable[[Any], Any], data: Any) -> Cost:
-    train(data)  # traces
-    memory, peak = memory_of(model), None
-    if memory.is_hard:
-        memory.reset_peak()
-    seconds = []
-    for _ in range(_UPDATES):
-        start = time.perf_counter()
-        tf.nest.map_structure(np.asarray, train(data))  # or a GPU may not be done
-        seconds.append(time.perf_counter() - start)
-    if memory.is_hard:
-        peak = memory.peak()
-    return Cost(statistics.median(seconds), peak)
-
-
-def _differences(full: _Update, accumulated: _Update) -> tuple[Difference, ...]:
-    found = []
-    largest = max((_size(g) for g in full.gradients if g is not None), default=0.0)
-    for index, name in enumerate(full.names):
-        gradient, other = full.gradients[index], accumulated.gradients[index]
-        step, before = full.steps[index], full.before[index]
-        of_step = step - accumulated.steps[index]
-        # A step is known no better than the weight it was taken from.
-        of_step = np.where(np.abs(of_step) <= 4 * _eps(before) * np.abs(before), 0, of_step)
-        if gradient is None or other is None:
-            of_gradient = 0.0 if gradient is other else float("inf")
-        else:
-            # Some gradients are zero but for rounding, such as that of a bias before a softmax.
-            scale = max(_size(gradient), _NEGLIGIBLE * largest)
-            of_gradient = _relative(gradient - other, scale)
-            of_step = np.where(np.abs(gradient) > _NEGLIGIBLE * scale, of_step, 0)
-        found.append(Difference(name, of_gradient, _relative(of_step, step)))
-    return tuple(found)
-
-
-def _eps(values: np.ndarray) -> float:
-    is_float = np.issubdtype(values.dtype, np.floating)
-    return float(np.finfo(values.dtype).eps) if is_float else 2.0**-8
-
 
 def _name(layer: Any) -> str:
     return f"layer {layer.name!r} ({type(layer).__name__})"
-
-
-def _relative(difference: Any, to: Any) -> float:
-    """Return the largest difference relative to the largest value; NaN is infinite."""
-    largest, scale = _size(difference), _size(to)
-    if largest == 0:
-        return 0.0
-    return largest / scale if np.isfinite(largest) and scale > 0 else float("inf")
-
-
-def _size(values: Any) -> float:
-    return float(np.max(np.abs(values), initial=0))
 
 
 def _halves(count: int) -> Iterator[int]:

@@ -121,3 +121,15 @@ def check_model(model: Any) -> None:
                 fix="pass the model whose fit() is to accumulate; set KERAS_BACKEND=tensorflow",
             )
         )
+
+
+def check_compiled(model: Any) -> None:
+    """Raise if a model has no loss and optimizer yet."""
+    if not getattr(model, "compiled", False):
+        raise ArgumentError(
+            explain(
+                received="a model that has not been compiled",
+                expected="a model with a loss and an optimizer",
+                fix="call model.compile(...) first",
+            )
+        )

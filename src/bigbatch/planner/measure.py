@@ -17,7 +17,7 @@ from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of
 from bigbatch.core.report import progress
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.keras import compat
-from bigbatch.keras.accumulate import check_model
+from bigbatch.keras.accumulate import check_compiled, check_model
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.coupling import Sample
 from bigbatch.keras.data import as_fit_has_it
@@ -88,14 +88,7 @@ def plan(
     check_model(model)
     batch_size = positive_integer(batch_size, "batch_size")
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    if not getattr(model, "compiled", False):
-        raise ArgumentError(
-            explain(
-                received="a model that has not been compiled",
-                expected="a model with a loss and an optimizer, which take memory too",
-                fix="call model.compile(...) first",
-            )
-        )
+    check_compiled(model)
     if compat.is_multi_worker(model):
         raise ArgumentError(
             explain(
