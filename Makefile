@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all check figures format clean
+.PHONY: demo test test-all check figures bench bench-smoke format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -25,11 +25,14 @@ check: .venv/installed ## what CI runs: format, lint, types, tests
 	@$(BIN)/pyright
 	@$(MAKE) --no-print-directory test
 
-figures: .venv/installed ## measure again what the README shows
+figures: .venv/installed ## draw the demo's figure again
 	@$(BIN)/python -m bigbatch.cli demo --output docs
-	@$(BIN)/python benchmarks/memory.py
-	@$(BIN)/python benchmarks/fit.py
-	@$(BIN)/python benchmarks/coupled.py
+
+bench: .venv/installed ## measure everything, against the limit and against peers (about an hour)
+	@$(BIN)/python -m benchmarks
+
+bench-smoke: .venv/installed ## try the benchmarks out on little; what it measures means nothing
+	@$(BIN)/python -m benchmarks --smoke
 
 format: .venv/installed ## format and fix what can be fixed
 	@$(BIN)/ruff format .

@@ -39,7 +39,7 @@ def run_workers(
         files.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         processes.append(
             subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name(script)), *arguments],
+                [sys.executable, str(Path(__file__).parent / script), *arguments],
                 env={
                     **os.environ,
                     "TF_CONFIG": json.dumps(config),

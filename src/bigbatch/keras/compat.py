@@ -153,6 +153,11 @@ def compile_loss_of(model: Any) -> Any:
     return model._compile_loss
 
 
+def number_of_terms(model: Any) -> int:
+    """Return of how many losses given to `compile` the loss is the sum, once it is built."""
+    return len(compile_loss_of(model)._flat_losses)
+
+
 def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
     """Compute the loss as `train_step` does."""
     return model._compute_loss(x, y, y_pred, sample_weight, training=True)

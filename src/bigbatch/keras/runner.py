@@ -30,10 +30,13 @@ from bigbatch.tf.values import (
     after,
     as_gradient_of,
     flattened,
+    half_squared_norm,
     packed,
     shaped,
-    squared_norm,
 )
+
+_ALMOST_NOTHING = 1e-20
+"""Nothing beside any number that counts, in float32 too, but not zero."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class Whole:
 class Runner:
     """Trains a model with batches that are never there as a whole.
 
-    `run` and `close` are called on each replica, `update` outside `strategy.run`. With n the
-    samples of a micro-batch, what `run` returns is n·value, and for gradients n/unit·∇loss:
-    the sum over the micro-batches is what `close` takes.
+    `run` and `close` are called on each replica, `update` outside `strategy.run`. With n what a
+    micro-batch counts for, its samples as a rule, what `run` returns is n·value, and for
+    gradients n/unit·∇loss: the sum over the micro-batches is what `close` takes.
 
     Args:
         model: a Keras model.
@@ -69,8 +72,8 @@ class Runner:
         self._norm = BatchNorm(model, batch_norm)
         # What a micro-batch has turned out to do, known when it has been traced.
         self._collected: list[Collected] = []
-        self._term_metrics: list[Any] = []
-        self._mean_metrics: list[Any] = []
+        self._tracked: list[tuple[Any, bool | None]] = []
+        self._by_samples: list[bool] = []
         self._left_alone: set[str] = set()
         self._structure: Any = None
         self._sums: dict[tuple[int, int], DenseSum] = {}
@@ -111,7 +114,7 @@ class Runner:
                 total = None
             gradient = _weighted(collected, variable, gradient, weight)
             if self._insight is not None and self._insight.with_noise:
-                collected.squares.append(squared_norm(gradient))
+                collected.halves.append(half_squared_norm(gradient))
             if total is not None:
                 total.add(gradient)
             collected.sums.append(total)
@@ -120,31 +123,66 @@ class Runner:
     def run(self, data: Any, whole: Whole) -> dict[str, Any]:
         """Run `train_step` on a micro-batch without an update; return what adds up."""
         samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
-        weight = samples / whole.unit
-        correction = functools.partial(self._correction, whole, samples)
-        recorder = TermRecorder(correction, self._lengths)
-        keep = functools.partial(self._keep, weight)
-        gradients = collecting(self._model, lambda loss: times(loss, weight), keep)
+        recorder = TermRecorder(
+            functools.partial(self._correction, whole, samples),
+            self._lengths,
+            replicas=self._replicas,
+            can_weigh=functools.partial(self._can_weigh, whole),
+        )
+
+        def weight() -> Any:  # known when the loss is
+            return self._mass(recorder, samples) / whole.unit
+
+        gradients = collecting(
+            self._model,
+            lambda loss: times(loss, weight()),
+            lambda collected: self._keep(weight(), collected),
+        )
         terms = recorder.watching(self._model)
         losses = compat.losses_of_one_replica(self._model, self._replicas)
         with self._norm.watching() as moments, terms, losses, gradients as collected:
             logs = compat.train_step_of(self._model)(data)
         self._collected = collected
-        self._term_metrics = [metric for metric, _ in recorder.values]
-        self._mean_metrics = [metric for metric, _ in recorder.means]
+        self._tracked = [(one.metric, one.by_samples) for one in recorder.numbers]
         self._left_alone = recorder.left_alone(self._model)
         insight = None
         if self._insight is not None:
-            insight = self._insight.of_microbatch(collected, samples, weight)
+            insight = self._insight.of_microbatch(collected, samples, weight())
+        mass = self._mass(recorder, samples)
         return {
             "gradients": [one.gradients for one in collected],
             "logs": {name: times(value, samples) for name, value in logs.items()},
-            "terms": [times(value, samples / self._replicas) for _, value in recorder.values],
-            "means": [times(value, samples) for _, value in recorder.means],
+            "numbers": [times(number.value, mass) for number in recorder.numbers],
             "moments": moments,
             "samples": samples,
+            "mass": mass,
             "insight": insight,
         }
+
+    def _can_weigh(self, whole: Whole) -> bool:
+        """Say whether micro-batches may count for the denominator of a term of the loss.
+
+        Then it need not be known before. The loss must be that term and regularisers alone,
+        and loss scaling, which needs gradients of the size they have in the full batch, off.
+        """
+        model = self._model
+        return (
+            self._replicas > 1
+            and whole.denominators is None
+            and not compat.has_own_train_step(model)
+            and not compat.uses_inputs_after_call(model)
+            and compat.number_of_terms(model) == 1
+            and not compat.losses_of_layers(model)
+            and not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        )
+
+    @staticmethod
+    def _mass(recorder: TermRecorder, samples: Any) -> Any:
+        """Return what a micro-batch counts for."""
+        if recorder.mass is None:
+            return samples
+        # If all is masked, the gradients of regularisers are left, and are not lost.
+        return tf.cast(recorder.mass, WEIGHT_DTYPE) + _ALMOST_NOTHING * samples
 
     def _correction(self, whole: Whole, samples: Any, position: int, denominator: Any) -> Any:
         """Return what a term is multiplied by, given its denominator in a micro-batch."""
@@ -183,17 +221,22 @@ class Runner:
             counts = replicas.sum_from_inside(counts)
         return Whole(unit, counts[0], list(counts[1:]))
 
-    def close(self, sums: dict[str, Any], unit: Any, known_count: Any = None) -> list[Any]:
-        """Bring this replica's metrics up to date; return what adds up over replicas.
+    def close(self, sums: dict[str, Any], unit: Any, *, is_known: bool = False) -> list[Any]:
+        """Return what adds up over replicas.
 
         Args:
             sums: what `run` returned, added up.
             unit: what gradients were divided by.
-            known_count: the samples of the batch, if they were known when it was traced.
+            is_known: whether the samples of the batch were known when it was traced.
         """
-        count = sums["samples"]
-        self._update_metrics(sums.pop("terms"), sums.pop("means"), count, known_count)
-        sums["logs"] = self.logs(sums["logs"], count)
+        self._by_samples = [
+            is_known if by_samples is None else by_samples for _, by_samples in self._tracked
+        ]
+        sums["logs"] = self.logs(sums["logs"], sums["samples"])
+        sums["metrics"] = [
+            [tf.convert_to_tensor(metric.total), tf.convert_to_tensor(metric.count)]
+            for metric, _ in self._tracked
+        ]
         sums["gradients"] = [
             [
                 gradient if total is None else total.value()
@@ -206,7 +249,7 @@ class Runner:
             if self._insight is not None:
                 squares = sums["insight"]["squares"]
                 sums["insight"]["squares"] = [square * unit for square in squares]
-        elif unit is not count:
+        elif unit is not sums["samples"]:
             sums["unit"] = unit
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
         return tf.nest.flatten(sums)
@@ -214,16 +257,16 @@ class Runner:
     def update(self, flat: list[Any]) -> dict[str, Any]:
         """Update the model from what `close` returned, summed over replicas; return logs."""
         sums = tf.nest.pack_sequence_as(self._structure, flat)
-        count = sums["samples"]
+        count, mass = sums["samples"], sums["mass"]
         self._build_optimizers()
         # Or an update counter would count one that then fails for want of its gradients.
         with outside_strategy_scope(), after(flat):
             gradients, scale = sums["gradients"], tf.ones([], WEIGHT_DTYPE)
             if self._replicas > 1:
-                scale = 1 / count
+                scale = 1 / mass
                 gradients = self._scaled(gradients, scale)
             elif "unit" in sums:
-                scale = sums["unit"] / count
+                scale = sums["unit"] / mass
                 gradients = self._rescaled(gradients, scale)
             means = [
                 [as_gradient_of(*pair) for pair in zip(one.variables, mean)]
@@ -235,8 +278,13 @@ class Runner:
             for one, mean in zip(self._collected, means):
                 one.optimizer.apply(mean, one.variables)
             self._norm.update(sums["moments"])
+            logs = {name: divided(value, count) for name, value in sums["logs"].items()}
+            values = [divided(number, mass) for number in sums["numbers"]]
+            results = self._results(sums["metrics"], values, count)
+            logs.update((name, results[name]) for name in logs.keys() & results.keys())
         self._close_sums()
-        return {name: divided(value, count) for name, value in sums["logs"].items()}
+        self._update_metrics(values, count)
+        return logs
 
     def _build_optimizers(self) -> None:
         """Make the variables of optimizers that Keras does not know of, as of all others."""
@@ -279,24 +327,35 @@ class Runner:
             for name, value in sums.items()
         }
 
-    def _update_metrics(
-        self, terms: list[Any], means: list[Any], count: Any, known_count: Any
-    ) -> None:
-        """Update once per batch what Keras updates with one number per batch."""
-        if not terms and not means:
-            return
-        # Of a batch, which counts as one; the parts of the replicas have to make that up.
-        part = None
-        if self._replicas > 1:
-            part = count / replicas.sum_from_inside(count)
-        # Keras weights the terms of the loss by the batch size, if that is known.
-        known = part if known_count is None else known_count
-        for metrics, sums, weight in (
-            (self._term_metrics, terms, known),
-            (self._mean_metrics, means, part),
+    def _results(self, metrics: list[Any], values: list[Any], count: Any) -> dict[str, Any]:
+        """Return the logs of metrics that are updated once per batch, from their sums.
+
+        `metrics` are the totals and counts before, over all replicas: another reduction,
+        after the metrics are up to date, is not needed.
+        """
+        last = {metric.name: metric for metric in self._model.metrics}
+        sums: dict[str, tuple[Any, Any]] = {}
+        for (metric, _), (total, weights), value, weight in zip(
+            self._tracked, metrics, values, self._weights(count)
         ):
-            for metric, value in zip(metrics, sums):
-                metric.update_state(divided(value, count), sample_weight=weight)
+            if last.get(metric.name) is metric:
+                total, weights = sums.get(metric.name, (total, weights))
+                value, weight = tf.cast(value, total.dtype), tf.cast(weight, total.dtype)
+                sums[metric.name] = total + value * weight, weights + weight
+        return {name: divided(total, weights) for name, (total, weights) in sums.items()}
+
+    def _update_metrics(self, values: list[Any], count: Any) -> None:
+        """Update once per batch what Keras updates with one number per batch."""
+
+        def local(values: list[Any], weights: list[Any]) -> None:
+            for (metric, _), value, weight in zip(self._tracked, values, weights):
+                # The parts of the replicas make up the batch.
+                metric.update_state(value, sample_weight=weight / self._replicas)
+
+        self.strategy.run(local, args=(values, self._weights(count)))
+
+    def _weights(self, count: Any) -> list[Any]:
+        return [count if by_samples else tf.ones_like(count) for by_samples in self._by_samples]
 
 
 def divided(value: Any, by: Any) -> Any:

@@ -143,8 +143,7 @@ class SplitEngine:
         except DenominatorsNeededError:
             counts = self._total(self._runner.counts, batch, size)
             sums = self._run(batch, size, self._runner.whole(counts))
-        known = batch.count if isinstance(batch.count, int) else None
-        return self._runner.close(sums, sums["samples"], known)
+        return self._runner.close(sums, sums["samples"], is_known=isinstance(batch.count, int))
 
     def _batch(self, data: Any) -> Batch:
         return Batch((data,), may_be_empty=self._runner.strategy.num_replicas_in_sync > 1)

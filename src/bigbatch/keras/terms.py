@@ -3,6 +3,8 @@
 Every micro-batch i counts for nᵢ/N of the batch, its samples. A term that Keras divides by
 something else (valid elements under a mask, the sum of the sample weights, nothing) is
 multiplied by (Dᵢ/D)/(nᵢ/N), so that over the batch it is divided by the D of the batch.
+If D is not known while micro-batches run, as on several replicas before they have met, and
+there is one such term, a micro-batch counts for Dᵢ/D instead: D can then come last.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -111,6 +113,15 @@ def watching_loss(
         yield
 
 
+class Number(NamedTuple):
+    """One number with which a metric is updated once per batch."""
+
+    metric: Any
+    value: Any
+    by_samples: bool | None
+    """Whether the batch counts as its samples, not as one; `None`: if they are known before."""
+
+
 class TermRecorder:
     """Sees every term of the compiled loss in one micro-batch, and corrects its weight.
 
@@ -118,16 +129,28 @@ class TermRecorder:
         correction: called with the position of a term and its denominator in the micro-batch;
             returns the factor to multiply it by.
         lengths: what the micro-batches of the batch have in common.
+        replicas: what Keras multiplies terms by, before it logs them.
+        can_weigh: called when a term divides by something else than samples; says whether the
+            micro-batch can count for that.
     """
 
-    def __init__(self, correction: Callable[[int, Any], Any], lengths: Lengths) -> None:
+    def __init__(
+        self,
+        correction: Callable[[int, Any], Any],
+        lengths: Lengths,
+        *,
+        replicas: int = 1,
+        can_weigh: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._correction = correction
         self._lengths = lengths
+        self._replicas = replicas
+        self._can_weigh = can_weigh
         self.denominators: list[Any] = []
-        self.values: list[tuple[Any, Any]] = []
-        """Metrics that track a term, and the term's value in this micro-batch."""
-        self.means: list[tuple[Any, Any]] = []
-        """Metrics that a `train_step` updates with one number, and that number."""
+        self.mass: Any = None
+        """What the micro-batch counts for, if not for its samples."""
+        self.numbers: list[Number] = []
+        """What metrics are to be updated with, not now but once per batch."""
         self._updated: set[int] = set()
 
     @contextlib.contextmanager
@@ -144,7 +167,7 @@ class TermRecorder:
 
     def left_alone(self, model: Any) -> set[str]:
         """Return the names of metrics that say nothing, as `train_step` did not update them."""
-        updated = self._updated | {id(metric) for metric, _ in self.values}
+        updated = self._updated | {id(number.metric) for number in self.numbers}
         said, unsaid = set(), set()
         for metric in model.metrics:
             is_known = type(metric) is keras.metrics.Mean and id(metric) not in updated
@@ -154,11 +177,12 @@ class TermRecorder:
     def _corrected(self, loss: Any) -> Callable[..., Any]:
         def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             position = len(self.denominators)
-            self.denominators.append(
-                denominator(loss, y_true, y_pred, sample_weight, self._lengths)
-            )
+            by = denominator(loss, y_true, y_pred, sample_weight, self._lengths)
+            if tf.is_tensor(by) and self._can_weigh():
+                self.mass, by = by, SAMPLES
+            self.denominators.append(by)
             value = loss(y_true, y_pred, sample_weight)
-            factor = self._correction(position, self.denominators[-1])
+            factor = self._correction(position, by)
             if factor is None:
                 return value
             corrected = value * tf.cast(factor, value.dtype)
@@ -171,13 +195,18 @@ class TermRecorder:
     def _update(
         self, metric: Any, update_state: Any, values: Any, sample_weight: Any = None
     ) -> None:
-        """Update a metric, unless it is with one number: that counts once per batch."""
+        """Update a metric, unless it is with one number: that counts once per batch.
+
+        So does the loss, of which Keras tells how many samples it is of, if these are not what
+        micro-batches count for.
+        """
         self._updated.add(id(metric))
         values = keras.ops.convert_to_tensor(values)
-        if values.shape.rank == 0 and sample_weight is None:
-            self.means.append((metric, values))
+        is_once = sample_weight is None or self.mass is not None
+        if values.shape.rank == 0 and is_once:
+            self.numbers.append(Number(metric, values, by_samples=sample_weight is not None))
         else:
             update_state(values, sample_weight=sample_weight)
 
     def _record(self, metric: Any, value: Any) -> None:
-        self.values.append((metric, tf.reduce_mean(value)))
+        self.numbers.append(Number(metric, tf.reduce_mean(value) / self._replicas, None))

@@ -343,8 +343,9 @@ class WindowEngine:
 
         def local() -> list[Any]:
             sums = self._total.value()
-            known = sums["samples"] if self._model.run_eagerly else None
-            return self._runner.close(sums, self._unit.read_value(), known)
+            return self._runner.close(
+                sums, self._unit.read_value(), is_known=self._model.run_eagerly
+            )
 
         variables = self._model.trainable_variables
         flat = replicas.sum_from_outside(self._runner.strategy, variables, local)

@@ -117,12 +117,15 @@ def as_gradient_of(variable: Any, value: Any, scale: Any = None) -> Any:
     return _scaled(value, scale, variable.dtype)
 
 
-def squared_norm(gradient: Any) -> Any:
-    """Return the squared norm of a gradient; rows of the same index count as their sum."""
+def half_squared_norm(gradient: Any) -> Any:
+    """Return half the squared norm of a gradient: there is one operation for that.
+
+    Rows of the same index count as their sum.
+    """
     if gradient is None:
         return tf.zeros([])
     if not isinstance(gradient, tf.IndexedSlices):
-        return 2 * tf.cast(tf.nn.l2_loss(widen(gradient)), tf.float32)
+        return tf.cast(tf.nn.l2_loss(widen(gradient)), tf.float32)
     values = tf.reshape(widen(gradient.values), [tf.shape(gradient.indices)[0], -1])
     if under_xla():  # which needs to know how many different rows there are: at most all
         order = tf.argsort(gradient.indices)
@@ -131,9 +134,9 @@ def squared_norm(gradient: Any) -> Any:
         sums = tf.math.unsorted_segment_sum(
             tf.gather(values, order), tf.cumsum(is_next), tf.size(indices)
         )
-        return squared_norm(sums)
+        return half_squared_norm(sums)
     rows, where = tf.unique(gradient.indices)
-    return squared_norm(tf.math.unsorted_segment_sum(values, where, tf.size(rows)))
+    return half_squared_norm(tf.math.unsorted_segment_sum(values, where, tf.size(rows)))
 
 
 def _scaled(tensor: Any, scale: Any, dtype: Any) -> Any:

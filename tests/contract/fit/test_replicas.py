@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS, check_same, dense, masked
+from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS, Case, check_same
 
 from problems import TOLERANCE
 
@@ -23,11 +23,11 @@ def collectives(function, *arguments):
     return [node.op for node in nodes if "Collective" in node.op]
 
 
-def engine_after_fit(make_model, x, y, setting, size, strategy):
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(size)
+def engine_after_fit(case, setting, size, strategy):
+    data = tf.data.Dataset.from_tensor_slices((case.x, case.y)).batch(size)
     with strategy.scope():
-        model = make_model()
-        model.compile("adam", "mse", metrics=["mae"])
+        model = case.make_model()
+        model.compile(case.optimizer(), case.loss(), **case.compile)
     bigbatch.accumulate(model, **setting)
     model.fit(data, shuffle=False, verbose=0)
     return vars(model)["_bigbatch_hooks"].engine, iter(
@@ -35,25 +35,54 @@ def engine_after_fit(make_model, x, y, setting, size, strategy):
     )
 
 
-def test_one_reduction_per_update_in_split_mode(mirrored):
-    engine, iterator = engine_after_fit(dense, DENSE_X, DENSE_Y, *MODES["split"], mirrored)
-    found = collectives(engine._on_iterator, iterator)
+ONE_REDUCTION = ["dense", "own tracker", "recurrent"]  # two logged losses; masks
+
+
+@pytest.mark.parametrize("name", ONE_REDUCTION)
+def test_one_reduction_per_update_in_split_mode(name, mirrored):
+    engine, iterator = engine_after_fit(CASES[name], *MODES["split"], mirrored)
+    found = [one for one in collectives(engine._on_iterator, iterator) if "Gather" not in one]
     assert found == ["CollectiveReduceV2"] * mirrored.num_replicas_in_sync
 
 
-def test_one_reduction_per_update_in_window_mode(mirrored):
-    engine, iterator = engine_after_fit(dense, DENSE_X, DENSE_Y, *MODES["window"], mirrored)
+@pytest.mark.parametrize("name", ONE_REDUCTION)
+def test_one_reduction_per_update_in_window_mode(name, mirrored):
+    engine, iterator = engine_after_fit(CASES[name], *MODES["window"], mirrored)
     for is_first in (True, False):
         micro_batch = (iterator, 1, tf.constant(3, tf.float64), is_first)
         assert collectives(engine._add_next, *micro_batch) == []
-    assert collectives(engine._update) == ["CollectiveReduceV2"] * 2
+    found = [one for one in collectives(engine._update) if "Gather" not in one]
+    assert found == ["CollectiveReduceV2"] * mirrored.num_replicas_in_sync
 
 
-def test_masks_need_one_more_reduction_of_a_few_numbers(mirrored):
-    engine, _ = engine_after_fit(masked, TOKENS, TOKEN_Y, *MODES["window"], mirrored)
+def test_terms_with_different_masks_need_one_more_of_a_few_numbers(mirrored):
+    """Each divides by another number, and gradients of all of them are in one sum."""
+    engine, _ = engine_after_fit(CASES["two outputs"], *MODES["window"], mirrored)
     for function in (engine._update, engine._open_held):  # sparse rows are gathered
         found = [one for one in collectives(function) if "Reduce" in one]
         assert found == ["CollectiveReduceV2"] * mirrored.num_replicas_in_sync
+
+
+@pytest.mark.parametrize("masked_samples", [slice(0, 7), slice(0, None)])
+def test_regularisers_count_where_all_is_masked(masked_samples, mode, mirrored):
+    """One micro-batch, or all of them, have no elements to be divided by."""
+    tokens = TOKENS.copy()
+    tokens[masked_samples] = 0
+
+    def make():
+        return keras.Sequential(
+            [
+                keras.Input((7,)),
+                keras.layers.Embedding(6, 4, mask_zero=True, embeddings_regularizer="l2"),
+                keras.layers.Dense(2, kernel_regularizer="l2"),
+            ]
+        )
+
+    case = Case(make, tokens, TOKEN_Y)
+    expected = case.train()
+    with mirrored.scope():
+        result = case.accumulate(mode)
+    check_same(result, expected, TOLERANCE["float32"])
 
 
 @pytest.mark.sampled(2)

@@ -1,0 +1,4 @@
+"""What bigbatch costs, against the limit and against what else there is.
+
+python -m benchmarks --help
+"""

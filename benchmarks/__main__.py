@@ -1,0 +1,70 @@
+"""Measure: `python -m benchmarks` runs all, `python -m benchmarks speed memory` some."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SECTIONS = {
+    "speed": "time per update against the limit, the full batch, Keras' own, a loop by hand",
+    "growth": "how time grows with k, with the number of variables and their bytes",
+    "memory": "peak allocator bytes, in all and beyond one micro-batch's step",
+    "tracing": "first calls, number of traces, import",
+    "options": "what NoiseScale, coupled=True and microbatch_size='auto' cost",
+    "workers": "bytes and reductions per update between two processes, and the cost model",
+    "peer": "gradient-accumulator 0.5.2 on its own old stack",
+}
+
+
+def main() -> int:
+    """Run the sections, each in a process of its own."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measures bigbatch and writes tables and plots to benchmarks/results.",
+        epilog="sections:\n"
+        + "\n".join(f"  {name:9} {text}" for name, text in SECTIONS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help="default: all")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of measuring, default 5")
+    parser.add_argument(
+        "--smoke", action="store_true", help="try everything out, on little; write nothing here"
+    )
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    unknown = set(options.sections) - set(SECTIONS)
+    if unknown:
+        parser.error(
+            f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}"
+        )
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    if options.here:
+        from benchmarks.measuring import Settings
+
+        settings = Settings(rounds=options.rounds)
+        if options.smoke:
+            settings = Settings(1, True, Path(tempfile.mkdtemp()))
+        importlib.import_module(f"benchmarks.{options.sections[0]}").run(settings)
+        return 0
+    for name in options.sections or SECTIONS:
+        print(f"== {name}: {SECTIONS[name]}", flush=True)
+        start = time.monotonic()
+        more = ["--smoke"] if options.smoke else []
+        command = [sys.executable, "-m", "benchmarks", name, "--here", *more]
+        # The allocator that counts; it is chosen when TensorFlow starts.
+        bfc = {"TF_CPU_ALLOCATOR_USE_BFC": "true"} if name == "memory" else {}
+        subprocess.run(
+            [*command, "--rounds", str(options.rounds)], check=True, env={**os.environ, **bfc}
+        )
+        print(f"== {name} took {time.monotonic() - start:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""The ways to make one update from k micro-batches, in `fit` and in loops.
+
+Every candidate trains on the same arrays: `run(x, y, k)` makes `len(x) / (k · MICROBATCH)`
+updates and returns how long that took; or `x` is a data set of batches of `batch_size(k)`.
+What there is to trace is traced in the first call.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import bigbatch
+from benchmarks.work import Work, loss
+
+MICROBATCH = 16
+
+FULL_BATCH, LIMIT = "full batch", "limit"
+SPLIT, WINDOW = "bigbatch, split", "bigbatch, window"
+KERAS = "Keras' own"
+LOOP_LIMIT, LOOP_FULL = "limit (loop)", "full batch (loop)"
+BATCHES, ACCUMULATOR = "bigbatch, value_and_gradients", "bigbatch, GradientAccumulator"
+BY_HAND = "loop by hand"
+
+
+def time_of_epoch(model: Any, *data: Any, callbacks: Any = (), **options: Any) -> float:
+    """Return how long the epoch of `fit` takes, without what comes before and after it.
+
+    A data set takes up to half a second to go away, or none, by chance.
+    """
+    clock = [0.0, 0.0]
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: clock.__setitem__(0, time.perf_counter()),
+        on_epoch_end=lambda *_: clock.__setitem__(1, time.perf_counter()),
+    )
+    model.fit(*data, shuffle=False, verbose=0, callbacks=[callback, *callbacks], **options)
+    return clock[1] - clock[0]
+
+
+class InFit:
+    """Trains with `model.fit`, in batches of the size that an update has."""
+
+    def __init__(self, work: Work, jit_compile: bool, **options: Any) -> None:
+        self.model = self._model(work)
+        self._jit_compile = jit_compile
+        self._options = options
+        self._k = 0
+
+    def _model(self, work: Work) -> Any:
+        return work.make_model()
+
+    def _prepare(self, k: int) -> None:
+        del k
+        if not self._k:
+            self.model.compile(_optimizer(), loss(), jit_compile=self._jit_compile)
+
+    def batch_size(self, k: int) -> int:
+        """Return the size of the batches that are trained on."""
+        return MICROBATCH * k
+
+    def run(self, x: Any, y: Any, k: int) -> float:
+        """Train for one epoch."""
+        if k != self._k:
+            self._prepare(k)
+            self._k = k
+        size = {} if y is None else {"batch_size": self.batch_size(k)}
+        return time_of_epoch(self.model, x, y, **size, **self._options)
+
+
+class Split(InFit):
+    """Trains with batches that are cut into micro-batches."""
+
+    setting: Any = MICROBATCH
+    coupled = False
+
+    def _model(self, work: Work) -> Any:
+        return bigbatch.accumulate(
+            work.make_model(), microbatch_size=self.setting, coupled=self.coupled
+        )
+
+
+class Window(InFit):
+    """Trains with windows of k batches."""
+
+    def _prepare(self, k: int) -> None:
+        super()._prepare(k)
+        bigbatch.accumulate(self.model, accumulation_steps=k)
+
+    def batch_size(self, k: int) -> int:
+        """Return the size of the batches that are trained on."""
+        del k
+        return MICROBATCH
+
+
+class KerasOwn(Window):
+    """Trains with the optimizer's `gradient_accumulation_steps`."""
+
+    def _prepare(self, k: int) -> None:
+        steps = k if k > 1 else None  # Keras does not take 1
+        optimizer = _optimizer(gradient_accumulation_steps=steps)
+        self.model.compile(optimizer, loss(), jit_compile=self._jit_compile)
+
+
+class Limit(InFit):
+    """Runs the passes of a batch without adding them up: nothing can be faster.
+
+    The passes are compiled, if anything is; the loop over them is not, which would be slow.
+    """
+
+    def _model(self, work: Work) -> Any:
+        inner = work.make_model()
+
+        class WithoutSum(keras.Model):
+            def call(self, x: Any, training: Any = None) -> Any:
+                return inner(x, training=training)
+
+            def train_step(self, data: Any) -> dict[str, Any]:
+                loss_fn = lambda x, y: self.compute_loss(x, y, self(x, training=True))  # noqa: E731
+                value, gradients = passes(loss_fn, inner, data, self.compiles_passes)
+                self.optimizer.apply(gradients, inner.trainable_variables)
+                return {"loss": value}
+
+        model = WithoutSum()
+        model.built = True
+        return model
+
+    def _prepare(self, k: int) -> None:
+        self.model.compiles_passes = self._jit_compile
+        self._jit_compile = False
+        super()._prepare(k)
+
+
+def passes(loss_fn: Any, model: Any, data: Any, jit_compile: bool) -> tuple[Any, Any]:
+    """Return loss and gradients of the last micro-batch, after a pass over all of them."""
+    variables = model.trainable_variables
+
+    @tf.function(jit_compile=jit_compile, autograph=False)
+    def one(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            value = loss_fn(x, y)
+        return value, [_dense(gradient) for gradient in tape.gradient(value, variables)]
+
+    def body(index: Any, *_: Any) -> Any:
+        rows = [leaf[index * MICROBATCH :][:MICROBATCH] for leaf in data]
+        for part, leaf in zip(rows, data):
+            part.set_shape([MICROBATCH, *leaf.shape[1:]])
+        return index + 1, *one(*rows)
+
+    count = tf.shape(data[0])[0] // MICROBATCH
+    start = tf.constant(0), tf.constant(0.0), [tf.zeros(v.shape, v.dtype) for v in variables]
+    return tf.while_loop(lambda i, *_: i < count, body, start, parallel_iterations=1)[1:]
+
+
+class InLoop:
+    """Trains with a loop over batches, one call of a `tf.function` for each."""
+
+    microbatches = False
+
+    def __init__(self, work: Work, jit_compile: bool) -> None:
+        self.model = work.make_model()
+        self.optimizer = _optimizer()
+        self.optimizer.build(self.model.trainable_variables)
+        self._jit_compile = jit_compile
+        self._loss = loss()
+        self.loss_fn = tf.function(
+            lambda x, y: self._loss(y, self.model(x, training=True)),
+            jit_compile=jit_compile,
+            autograph=False,
+        )
+        self._k = 0
+        self._step: Any = None
+
+    def batch_size(self, k: int) -> int:
+        """Return the size of the batches that are trained on."""
+        return MICROBATCH if self.microbatches else MICROBATCH * k
+
+    def run(self, x: Any, y: Any, k: int) -> float:
+        """Train for one epoch."""
+        if k != self._k:
+            self._k, self._step = k, self.make_step(k)
+        data = x
+        if y is not None:
+            data = tf.data.Dataset.from_tensor_slices((x, y))
+            data = data.batch(self.batch_size(k), drop_remainder=True).prefetch(2)
+        start = time.perf_counter()
+        for index, batch in enumerate(data):
+            self._step(index, *batch)
+        self.optimizer.iterations.numpy()
+        return time.perf_counter() - start
+
+    def make_step(self, k: int) -> Any:
+        """Return what is called with the index of a batch and the batch."""
+        raise NotImplementedError
+
+    def gradients(self, x: Any, y: Any) -> list[Any]:
+        """Return gradients of one pass."""
+        with tf.GradientTape() as tape:
+            value = self.loss_fn(x, y)
+        return tape.gradient(value, self.model.trainable_variables)
+
+    def apply(self, gradients: Any) -> None:
+        """Make one update."""
+        self.optimizer.apply(gradients, self.model.trainable_variables)
+
+
+class LoopFull(InLoop):
+    """One pass over the whole batch."""
+
+    def make_step(self, k: int) -> Any:
+        """Return the step."""
+        del k
+        step = tf.function(lambda x, y: self.apply(self.gradients(x, y)), autograph=False)
+        return lambda _, x, y: step(x, y)
+
+
+class LoopLimit(InLoop):
+    """As `Limit`, in a loop."""
+
+    def make_step(self, k: int) -> Any:
+        """Return the step."""
+        del k
+
+        @tf.function(autograph=False)
+        def step(x: Any, y: Any) -> None:
+            loss_fn = lambda x, y: self._loss(y, self.model(x, training=True))  # noqa: E731
+            self.apply(passes(loss_fn, self.model, (x, y), self._jit_compile)[1])
+
+        return lambda _, x, y: step(x, y)
+
+
+class Batches(InLoop):
+    """`bigbatch.value_and_gradients` of whole batches."""
+
+    def make_step(self, k: int) -> Any:
+        """Return the step."""
+        del k
+
+        @tf.function(autograph=False)
+        def step(x: Any, y: Any) -> None:
+            variables = self.model.trainable_variables
+            _, gradients = bigbatch.value_and_gradients(
+                self.loss_fn, variables, (x, y), microbatch_size=MICROBATCH
+            )
+            self.apply(gradients)
+
+        return lambda _, x, y: step(x, y)
+
+
+class Accumulator(InLoop):
+    """`bigbatch.GradientAccumulator`, one call per micro-batch."""
+
+    microbatches = True
+
+    def make_step(self, k: int) -> Any:
+        """Return the step."""
+        accumulator = bigbatch.GradientAccumulator(
+            self.optimizer, self.model.trainable_variables, accumulation_steps=k
+        )
+
+        @tf.function(autograph=False)
+        def step(x: Any, y: Any) -> None:
+            accumulator.accumulate(self.gradients(x, y))
+            accumulator.apply_when_full()
+
+        return lambda _, x, y: step(x, y)
+
+
+class ByHand(InLoop):
+    """What everybody copies: a `tf.function` per micro-batch, variables, `apply`."""
+
+    microbatches = True
+
+    def make_step(self, k: int) -> Any:
+        """Return the step."""
+        variables = self.model.trainable_variables
+        sums = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
+
+        @tf.function(autograph=False)
+        def add(x: Any, y: Any) -> None:
+            for total, gradient in zip(sums, self.gradients(x, y)):
+                total.assign_add(_dense(gradient) / k)
+
+        @tf.function(autograph=False)
+        def update() -> None:
+            self.apply([total.read_value() for total in sums])
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+
+        def step(index: int, x: Any, y: Any) -> None:
+            add(x, y)
+            if (index + 1) % k == 0:
+                update()
+
+        return step
+
+
+IN_FIT = {FULL_BATCH: InFit, LIMIT: Limit, SPLIT: Split, WINDOW: Window, KERAS: KerasOwn}
+IN_LOOPS = {
+    LOOP_FULL: LoopFull,
+    LOOP_LIMIT: LoopLimit,
+    BATCHES: Batches,
+    ACCUMULATOR: Accumulator,
+    BY_HAND: ByHand,
+}
+
+
+def _optimizer(**options: Any) -> Any:
+    return keras.optimizers.Adam(1e-4, **options)
+
+
+def _dense(gradient: Any) -> Any:
+    return tf.convert_to_tensor(gradient)

@@ -1,0 +1,94 @@
+"""Rounds, ratios, allocator bytes; and the page that says under which conditions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured, and where results go."""
+
+    rounds: int = 5
+    is_smoke: bool = False
+    """Whether it is only tried out: the smallest work, one round."""
+    results: Path = Path(__file__).parent / "results"
+
+    def some(self, values: Iterable[Any], few: int = 1) -> list[Any]:
+        """Return all values, or only the first few if it is tried out."""
+        values = list(values)
+        return values[:few] if self.is_smoke else values
+
+
+NOT_MEASURED = "Not measured: GPUs, TPUs, machines with more than the cores named above."
+
+
+def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
+    """Return the times of every run, in rounds of one run each, after one that traces."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
+        for name, run in runs.items():
+            times[name].append(run())
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def ratio(times: Any, of: Any) -> str:
+    """Return the median of the ratios of each round, and their quartiles."""
+    low, middle, high = np.percentile(times / of, [25, 50, 75])
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Return the most bytes that a third run takes beyond those before it."""
+    import tensorflow as tf
+
+    for _ in range(2):
+        run()
+    tf.config.experimental.reset_memory_stats("CPU:0")
+    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    run()
+    return tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the lines of a table in Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+
+
+def write(
+    settings: Settings, name: str, title: str, lines: Sequence[str], notes: Sequence[str] = ()
+) -> None:
+    """Write `<name>.md`."""
+    versions = ", ".join(
+        f"{package} {importlib.metadata.version(package)}"
+        for package in ("tensorflow-cpu", "keras", "numpy")
+    )
+    header = [
+        f"# {title}",
+        "",
+        f"`python -m benchmarks {name}`: {_processor()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, {versions}; {settings.rounds} rounds.",
+        *notes,
+        NOT_MEASURED,
+        "",
+    ]
+    settings.results.mkdir(exist_ok=True)
+    path = settings.results / f"{name}.md"
+    path.write_text("\n".join([*header, *lines]) + "\n")
+    print(f"wrote {path}")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return platform.machine()

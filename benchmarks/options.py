@@ -1,0 +1,64 @@
+"""What `NoiseScale`, `coupled=True` and `microbatch_size="auto"` cost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+
+import bigbatch
+from benchmarks.candidates import MICROBATCH, Split
+from benchmarks.measuring import Settings, interleaved, ratio, table, write
+from benchmarks.work import WORK
+
+K = 8
+
+
+class Coupled(Split):
+    """Split mode with a loss that may meet rows: one more forward pass."""
+
+    coupled = True
+
+
+class Auto(Split):
+    """Split mode with a size that is found by trying."""
+
+    setting = "auto"
+
+
+def run(settings: Settings) -> None:
+    """Measure, and write `options.md`."""
+    rows = []
+    for name in settings.some(("tiny", "transformer", "wide", "convolutional")):
+        work = WORK[name]
+        keras.utils.set_random_seed(0)
+        x, y = work.data(MICROBATCH * K * work.updates)
+        candidates: dict[str, Any] = {
+            "plain": Split(work, False),
+            "NoiseScale": Split(work, False, callbacks=[bigbatch.NoiseScale()]),
+            "Monitor": Split(work, False, callbacks=[bigbatch.Monitor()]),
+        }
+        if name != "convolutional":  # BatchNormalization lets samples meet
+            candidates["coupled=True"] = Coupled(work, False)
+        runs = {
+            one: functools.partial(candidate.run, x, y, K)
+            for one, candidate in candidates.items()
+        }
+        times = interleaved(runs, settings.rounds)
+        # No limit: after the trial of the whole batch it is the full batch.
+        first = Auto(work, False).run(x, y, K) / times["plain"][0]
+        steady = {one: values[1:] for one, values in times.items()}
+        cells = [
+            ratio(steady[one], steady["plain"]) if one in steady else "–"
+            for one in ("NoiseScale", "Monitor", "coupled=True")
+        ]
+        rows.append([name, *cells, f"{first:.2f}"])
+        print("  ".join(rows[-1]), flush=True)
+    headings = ("work", "NoiseScale", "Monitor", "coupled=True", "first epoch with auto")
+    notes = [
+        f"Split mode, micro-batches of {MICROBATCH}, k = {K}: time per update relative to the "
+        "same without. For `auto`: the first epoch, in which it tries sizes, relative to the "
+        "first epoch of a fixed size; both trace."
+    ]
+    write(settings, "options", "What options cost", table(headings, rows), notes)

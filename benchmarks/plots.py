@@ -1,0 +1,96 @@
+"""The plots of the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from benchmarks.candidates import (
+    ACCUMULATOR,
+    BATCHES,
+    BY_HAND,
+    FULL_BATCH,
+    KERAS,
+    LIMIT,
+    SPLIT,
+    WINDOW,
+)
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+
+COLOURS = {
+    SPLIT: "#1f5fa8",
+    WINDOW: "#5b9bd5",
+    BATCHES: "#123a66",
+    ACCUMULATOR: "#8fc1ea",
+    KERAS: "#c44e52",
+    BY_HAND: "#dd8452",
+    FULL_BATCH: "#8c8c8c",
+}
+
+
+def speed(medians: dict[str, dict[str, float]], path: Path) -> None:
+    """Draw the time per update of each candidate, relative to the limit."""
+    shown = (SPLIT, WINDOW, BATCHES, ACCUMULATOR, KERAS, BY_HAND)
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    wide = 0.8 / len(shown)
+    for index, name in enumerate(shown):
+        heights = [of.get(name, 0) for of in medians.values()]
+        where = [place + (index - len(shown) / 2 + 0.5) * wide for place in range(len(medians))]
+        axes.bar(where, heights, wide, label=name, color=COLOURS[name])
+    axes.axhline(1, color="black", linewidth=1, linestyle="--")
+    axes.text(len(medians) - 0.5, 1.02, "limit", ha="right", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(medians)), [name.replace(", ", ",\n") for name in medians])
+    axes.set_ylabel("time per update / limit")
+    axes.set_title("Eight micro-batches per update: time relative to the passes alone")
+    axes.legend(ncols=3, fontsize=9)
+    axes.grid(axis="y", alpha=0.3)
+    _save(figure, path)
+
+
+def growth(steps: Sequence[int], curves: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Draw how time per update, relative to the limit, changes with k."""
+    figure, every = plt.subplots(
+        1, len(curves), figsize=(3 * len(curves) + 1, 3.2), layout="constrained", squeeze=False
+    )
+    for axes, (work, of) in zip(every[0], curves.items()):
+        for name in (SPLIT, WINDOW, KERAS):
+            axes.plot(steps, of[name], "o-", color=COLOURS[name], label=name)
+        _over_k(axes, steps, work)
+        axes.axhline(1, color="black", linewidth=1, linestyle="--", label=LIMIT)
+        axes.set_ylim(bottom=0)
+    every[0][0].set_ylabel("time per update / limit")
+    every[0][0].legend(fontsize=8)
+    _save(figure, path)
+
+
+def memory(steps: Sequence[int], peaks: dict[str, dict[str, list[float]]], path: Path) -> None:
+    """Draw the peak memory of an update against k."""
+    figure, every = plt.subplots(
+        1, len(peaks), figsize=(3 * len(peaks) + 1, 3.4), layout="constrained", squeeze=False
+    )
+    for axes, (work, of) in zip(every[0], peaks.items()):
+        for name in (FULL_BATCH, KERAS, BY_HAND, WINDOW, SPLIT):
+            axes.plot(steps, of[name], "o-", color=COLOURS[name], label=name)
+        _over_k(axes, steps, work)
+        axes.set_yscale("log")
+    every[0][0].set_ylabel("peak memory of an update (MiB)")
+    every[0][0].legend(fontsize=8)
+    _save(figure, path)
+
+
+def _over_k(axes: Any, steps: Sequence[int], title: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(steps, [str(k) for k in steps])
+    axes.set_xlabel("micro-batches per update")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=130)
+    print(f"wrote {path}")

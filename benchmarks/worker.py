@@ -1,0 +1,168 @@
+"""One of two workers; started by `workers.py`, prints what it has measured as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import bigbatch
+from benchmarks.candidates import MICROBATCH
+from benchmarks.work import WORK, loss, wide
+
+UPDATES = 4
+SIZES = [2**10, 2**16, 2**20, 2**22, 2**24]
+STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
+WORKERS = STRATEGY.num_replicas_in_sync
+
+
+def loopback_bytes() -> int:
+    """Return the bytes that the loopback interface has received so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "lo":
+            return int(figures.split()[0])
+    raise RuntimeError("there is no loopback interface")
+
+
+def measured(run: Any, repeats: int) -> tuple[float, float]:
+    """Return seconds and bytes of one `run`, after one to warm up."""
+    run()
+    seconds, size = [], []
+    for _ in range(repeats):
+        before, start = loopback_bytes(), time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+        size.append(loopback_bytes() - before)
+    return float(np.median(seconds)), float(np.median(size))
+
+
+def data(k: int) -> Any:
+    x, y = WORK["wide"].data(MICROBATCH * k * WORKERS * UPDATES)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.DATA
+    )
+    return (
+        tf.data.Dataset.from_tensor_slices((x, y))
+        .batch(MICROBATCH * k * WORKERS)
+        .with_options(options)
+    )
+
+
+def make_model() -> Any:
+    with STRATEGY.scope():
+        model = wide()
+        model.compile(keras.optimizers.Adam(1e-4), loss())
+    return model
+
+
+def reductions_in(graph: Any) -> int:
+    """Return how many reductions a graph and what it calls make."""
+    nodes = [*graph.node, *(node for body in graph.library.function for node in body.node_def)]
+    return sum("CollectiveReduce" in node.op for node in nodes)
+
+
+def accumulated(k: int, repeats: int) -> dict[str, float]:
+    """Return the figures of updates in `fit`."""
+    model = bigbatch.accumulate(make_model(), microbatch_size=MICROBATCH)
+    batches = data(k)
+    seconds, size = measured(lambda: model.fit(batches, verbose=0), repeats)
+    engine = vars(model)["_bigbatch_hooks"].engine
+    iterator = iter(STRATEGY.experimental_distribute_dataset(batches))
+    graph = engine._on_iterator.get_concrete_function(iterator).graph.as_graph_def()
+    return {
+        "seconds": seconds / UPDATES,
+        "bytes": size / UPDATES,
+        "reductions": reductions_in(graph),
+    }
+
+
+def every_microbatch(k: int, repeats: int) -> dict[str, float]:
+    """Return the figures of a loop that reduces the gradients of every micro-batch."""
+    model = make_model()
+    variables, optimizer, loss_fn = model.trainable_variables, model.optimizer, loss()
+    with STRATEGY.scope():
+        optimizer.build(variables)
+
+    def local(x: Any, y: Any) -> None:
+        context = tf.distribute.get_replica_context()
+        sums = None
+        for part in range(k):
+            rows = slice(part * MICROBATCH, (part + 1) * MICROBATCH)
+            with tf.GradientTape() as tape:
+                value = loss_fn(y[rows], model(x[rows], training=True))
+            gradients = context.all_reduce("sum", tape.gradient(value, variables))
+            sums = gradients if sums is None else [a + b for a, b in zip(sums, gradients)]
+        for variable, total in zip(variables, sums or []):  # an update that costs nothing more
+            variable.assign_sub(1e-4 * total)
+
+    step = tf.function(lambda x, y: STRATEGY.run(local, args=(x, y)), autograph=False)
+    distributed = STRATEGY.experimental_distribute_dataset(data(k))
+
+    def run() -> None:
+        for batch in distributed:
+            step(*batch)
+
+    seconds, size = measured(run, repeats)
+    graph = step.get_concrete_function(*next(iter(distributed))).graph.as_graph_def()
+    return {
+        "seconds": seconds / UPDATES,
+        "bytes": size / UPDATES,
+        "reductions": reductions_in(graph),
+    }
+
+
+def local_update(k: int, repeats: int) -> float:
+    """Return the seconds of an update without any communication."""
+    model = wide()
+    model.compile(keras.optimizers.Adam(1e-4), loss())
+    bigbatch.accumulate(model, microbatch_size=MICROBATCH)
+    x, y = WORK["wide"].data(MICROBATCH * k * UPDATES)
+    return (
+        measured(
+            lambda: model.fit(x, y, batch_size=MICROBATCH * k, shuffle=False, verbose=0),
+            repeats,
+        )[0]
+        / UPDATES
+    )
+
+
+def reduction(size: int, repeats: int) -> float:
+    """Return the seconds of a reduction of so many bytes."""
+    value = tf.ones([size // 4])
+
+    @tf.function(autograph=False)
+    def reduce() -> Any:
+        return STRATEGY.run(
+            lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.identity(value))
+        )
+
+    return measured(reduce, repeats)[0]
+
+
+def main() -> None:
+    repeats = 1 if "smoke" in sys.argv else 5
+    sizes = SIZES[:2] if "smoke" in sys.argv else SIZES
+    updates = {f"bigbatch, k = {k}": accumulated(k, repeats) for k in (1, 8)}
+    updates["a reduction per micro-batch, k = 8"] = every_microbatch(8, repeats)
+    weights = wide().trainable_weights
+    result = {
+        "updates": updates,
+        "local": {str(k): local_update(k, repeats) for k in (1, 8)},
+        "reductions": [(size, reduction(size, repeats)) for size in sizes],
+        "gradient bytes": int(sum(4 * np.prod(weight.shape) for weight in weights)),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
