@@ -21,6 +21,9 @@ SECTIONS = {
     "peer": "gradient-accumulator 0.5.2 on its own old stack",
 }
 
+COUNTING = "TF_CPU_ALLOCATOR_USE_BFC"
+"""Chooses, when TensorFlow starts, the allocator that counts bytes."""
+
 
 def main() -> int:
     """Run the sections, each in a process of its own."""
@@ -44,24 +47,22 @@ def main() -> int:
             f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}"
         )
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    if options.here:
+    sections = options.sections or list(SECTIONS)
+    if options.here or options.smoke:
+        os.environ[COUNTING] = str("memory" in sections).lower()
         from benchmarks.measuring import Settings
 
-        settings = Settings(rounds=options.rounds)
+        settings = Settings(options.rounds)
         if options.smoke:
-            settings = Settings(1, True, Path(tempfile.mkdtemp()))
-        importlib.import_module(f"benchmarks.{options.sections[0]}").run(settings)
+            settings = Settings(1, is_smoke=True, results=Path(tempfile.mkdtemp()))
+        for name in sections:
+            importlib.import_module(f"benchmarks.{name}").run(settings)
         return 0
-    for name in options.sections or SECTIONS:
+    for name in sections:
         print(f"== {name}: {SECTIONS[name]}", flush=True)
         start = time.monotonic()
-        more = ["--smoke"] if options.smoke else []
-        command = [sys.executable, "-m", "benchmarks", name, "--here", *more]
-        # The allocator that counts; it is chosen when TensorFlow starts.
-        bfc = {"TF_CPU_ALLOCATOR_USE_BFC": "true"} if name == "memory" else {}
-        subprocess.run(
-            [*command, "--rounds", str(options.rounds)], check=True, env={**os.environ, **bfc}
-        )
+        command = [sys.executable, "-m", "benchmarks", name, "--here"]
+        subprocess.run([*command, "--rounds", str(options.rounds)], check=True)
         print(f"== {name} took {time.monotonic() - start:.0f} s", flush=True)
     return 0
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks import plots
 from benchmarks.candidates import FULL_BATCH, IN_FIT, KERAS, LIMIT, MICROBATCH, SPLIT, WINDOW
-from benchmarks.measuring import Settings, interleaved, ratio, table, write
-from benchmarks.work import WORK, Work, tiny, wide
+from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
+from benchmarks.work import Work, tiny, wide
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -21,9 +21,9 @@ def run(settings: Settings) -> None:
     lines = ["## With k", ""]
     curves: dict[str, dict[str, list[float]]] = {}
     rows = []
-    for name in settings.some(("tiny", "wide", "transformer", "convolutional")):
-        for k, times in _with_k(WORK[name], settings):
-            per = times[FULL_BATCH]
+    for work in settings.works("tiny", "wide", "transformer", "convolutional"):
+        for k, times in _with_k(work, settings):
+            name, per = work.name, times[FULL_BATCH]
             for candidate, values in times.items():
                 relative = float(np.median(values / times[LIMIT]))
                 curves.setdefault(name, {}).setdefault(candidate, []).append(relative)
@@ -62,7 +62,7 @@ def _with_k(work: Work, settings: Settings) -> Any:
             for name, candidate in candidates.items()
         }
         times = interleaved(runs, min(settings.rounds, 3))
-        yield k, {name: values[1:] for name, values in times.items()}
+        yield k, {name: values[WARM_UP:] for name, values in times.items()}
 
 
 def _sizes(what: str, makers: Any, settings: Settings) -> list[str]:
@@ -76,7 +76,7 @@ def _sizes(what: str, makers: Any, settings: Settings) -> list[str]:
         }
         times = interleaved(runs, min(settings.rounds, 3))
         first = [f"{times[name][0] / times[FULL_BATCH][0]:.2f}" for name in (SPLIT, WINDOW)]
-        steady = {name: values[1:] for name, values in times.items()}
+        steady = {name: values[WARM_UP:] for name, values in times.items()}
         ours = [ratio(steady[name], steady[LIMIT]) for name in (SPLIT, WINDOW)]
         rows.append([size, *ours, *first])
         print("  ".join(map(str, rows[-1])), flush=True)

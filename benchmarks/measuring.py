@@ -12,6 +12,8 @@ from typing import Any, Callable
 
 import numpy as np
 
+from benchmarks.work import SMALLEST, WORK, Work
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,19 +24,27 @@ class Settings:
     """Whether it is only tried out: the smallest work, one round."""
     results: Path = Path(__file__).parent / "results"
 
+    def works(self, *names: str) -> list[Work]:
+        """Return the work of these names."""
+        return [SMALLEST] if self.is_smoke else [WORK[name] for name in names]
+
     def some(self, values: Iterable[Any], few: int = 1) -> list[Any]:
         """Return all values, or only the first few if it is tried out."""
         values = list(values)
         return values[:few] if self.is_smoke else values
 
 
+WARM_UP = 2
 NOT_MEASURED = "Not measured: GPUs, TPUs, machines with more than the cores named above."
 
 
 def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
-    """Return the times of every run, in rounds of one run each, after one that traces."""
+    """Return the times of every run, in rounds of one run each, and two more to warm up.
+
+    The first traces; in the second some of what `fit` does only later is traced.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
+    for _ in range(rounds + WARM_UP):
         for name, run in runs.items():
             times[name].append(run())
     return {name: np.array(values) for name, values in times.items()}

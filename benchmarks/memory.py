@@ -21,7 +21,7 @@ from benchmarks.candidates import (
     WINDOW,
 )
 from benchmarks.measuring import Settings, peak_bytes, table, write
-from benchmarks.work import TABLE, WORK
+from benchmarks.work import TABLE
 
 STEPS = (1, 4, 16, 64)
 CANDIDATES = (FULL_BATCH, SPLIT, WINDOW, KERAS, BATCHES, BY_HAND)
@@ -30,13 +30,13 @@ MIB = 2**20
 
 def run(settings: Settings) -> None:
     """Measure, and write `memory.md` and `memory.png`."""
-    tf.config.threading.set_inter_op_parallelism_threads(1)  # the same order every time
+    if not settings.is_smoke:
+        tf.config.threading.set_inter_op_parallelism_threads(1)  # the same order every time
     rows = []
     peaks: dict[str, dict[str, list[float]]] = {}
     steps = settings.some(STEPS, 2)
-    for name in settings.some(("tiny", "convolutional", "transformer", "wide", "embedding")):
-        work = WORK[name]
-        model = work.make_model()
+    for work in settings.works("tiny", "convolutional", "transformer", "wide", "embedding"):
+        name, model = work.name, work.make_model()
         gradients = sum(4 * weight.shape.num_elements() for weight in _shapes(model))
         step = None
         for candidate in CANDIDATES:

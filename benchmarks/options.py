@@ -9,8 +9,7 @@ import keras
 
 import bigbatch
 from benchmarks.candidates import MICROBATCH, Split
-from benchmarks.measuring import Settings, interleaved, ratio, table, write
-from benchmarks.work import WORK
+from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
 
 K = 8
 
@@ -30,8 +29,7 @@ class Auto(Split):
 def run(settings: Settings) -> None:
     """Measure, and write `options.md`."""
     rows = []
-    for name in settings.some(("tiny", "transformer", "wide", "convolutional")):
-        work = WORK[name]
+    for work in settings.works("tiny", "transformer", "wide", "convolutional"):
         keras.utils.set_random_seed(0)
         x, y = work.data(MICROBATCH * K * work.updates)
         candidates: dict[str, Any] = {
@@ -39,7 +37,7 @@ def run(settings: Settings) -> None:
             "NoiseScale": Split(work, False, callbacks=[bigbatch.NoiseScale()]),
             "Monitor": Split(work, False, callbacks=[bigbatch.Monitor()]),
         }
-        if name != "convolutional":  # BatchNormalization lets samples meet
+        if work.name != "convolutional":  # BatchNormalization lets samples meet
             candidates["coupled=True"] = Coupled(work, False)
         runs = {
             one: functools.partial(candidate.run, x, y, K)
@@ -48,12 +46,12 @@ def run(settings: Settings) -> None:
         times = interleaved(runs, settings.rounds)
         # No limit: after the trial of the whole batch it is the full batch.
         first = Auto(work, False).run(x, y, K) / times["plain"][0]
-        steady = {one: values[1:] for one, values in times.items()}
+        steady = {one: values[WARM_UP:] for one, values in times.items()}
         cells = [
             ratio(steady[one], steady["plain"]) if one in steady else "–"
             for one in ("NoiseScale", "Monitor", "coupled=True")
         ]
-        rows.append([name, *cells, f"{first:.2f}"])
+        rows.append([work.name, *cells, f"{first:.2f}"])
         print("  ".join(rows[-1]), flush=True)
     headings = ("work", "NoiseScale", "Monitor", "coupled=True", "first epoch with auto")
     notes = [

@@ -18,7 +18,7 @@ from benchmarks.candidates import (
     LOOP_LIMIT,
     MICROBATCH,
 )
-from benchmarks.measuring import Settings, interleaved, ratio, table, write
+from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
 from benchmarks.work import WORK, Work
 
 K = 8
@@ -35,8 +35,7 @@ HEADINGS = (
 
 def run(settings: Settings) -> None:
     """Measure, and write `speed.md` and `speed.png`."""
-    works = settings.some([WORK["tiny"], *(w for n, w in WORK.items() if n != "tiny")])
-    pairs = [(work, jit) for work in works for jit in (False, True)]
+    pairs = [(work, jit) for work in settings.works(*WORK) for jit in (False, True)]
     rows: list[list[str]] = []
     medians: dict[str, dict[str, float]] = {}
     for work, jit_compile in pairs:
@@ -76,4 +75,4 @@ def measure(
         name: functools.partial(make(work, jit_compile).run, x, y, K)
         for name, make in group.items()
     }
-    return {name: times[1:] for name, times in interleaved(runs, rounds).items()}
+    return {name: times[WARM_UP:] for name, times in interleaved(runs, rounds).items()}

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.candidates import FULL_BATCH, IN_FIT, KERAS, MICROBATCH, SPLIT, WINDOW
 from benchmarks.measuring import Settings, table, write
-from benchmarks.work import WORK, Work, traces_of
+from benchmarks.work import Work, traces_of
 
 STEPS = (2, 64)
 IMPORT = """
@@ -25,22 +25,22 @@ print(time.perf_counter() - start)
 def run(settings: Settings) -> None:
     """Measure, and write `tracing.md`."""
     rows = []
-    for name in settings.some(("tiny", "convolutional", "transformer")):
-        work = WORK[name]
-        for k in STEPS:
-            full, _ = first_call(work, FULL_BATCH, k)
-            for candidate in (SPLIT, WINDOW, KERAS):
+    for work in settings.works("tiny", "convolutional", "transformer"):
+        for k in settings.some(STEPS):
+            full = None
+            for candidate in (FULL_BATCH, SPLIT, WINDOW, KERAS):
                 seconds, traces = first_call(work, candidate, k)
-                rows.append([name, candidate, k, f"{seconds / full:.2f}", traces])
+                full = full or seconds
+                rows.append([work.name, candidate, k, f"{seconds / full:.2f}", traces])
                 print("  ".join(map(str, rows[-1])), flush=True)
-    headings = ("work", "candidate", "k", "first call, to that of the full batch", "traces")
+    headings = ("work", "candidate", "k", "first epoch, to that of the full batch", "runs")
     times = [
         float(
             subprocess.run(
                 [sys.executable, "-c", IMPORT], capture_output=True, check=True
             ).stdout
         )
-        for _ in range(10)
+        for _ in settings.some(range(10))
     ]
     lines = [
         *table(headings, rows),
@@ -49,8 +49,10 @@ def run(settings: Settings) -> None:
         f"from {1000 * min(times):.0f} to {1000 * max(times):.0f} ms).",
     ]
     notes = [
-        "One epoch of `fit` with a ragged last batch, in which everything is traced. Traces "
-        "are of the model's forward pass in training."
+        "One epoch of `fit` with a ragged last batch, in which everything is traced. What "
+        "is counted is how often Python runs the forward pass: when Keras builds the model, in "
+        "traces, and, with bigbatch, on a few samples of the first batch, to see whether the "
+        "loss lets them meet."
     ]
     write(settings, "tracing", "Tracing", lines, notes)
 

@@ -68,6 +68,10 @@ def tiny(layers: int = 20) -> Any:
     return keras.Sequential([keras.Input((16,)), *hidden, CountTraces(), _head()])
 
 
+def smallest() -> Any:
+    return tiny(2)
+
+
 def embedding() -> Any:
     return keras.Sequential(
         [
@@ -125,6 +129,10 @@ WORK = {
         Work(mixed_bfloat16, VOCABULARY, peer=False),
     )
 }
+
+
+SMALLEST = Work(smallest, updates=1)
+"""What the benchmarks are tried out on."""
 
 
 def loss() -> Any:

@@ -50,8 +50,9 @@ class SplitEngine:
         """Make graphs of what trains on a batch, unless it is to run eagerly."""
         if not self._model.run_eagerly:
             function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
-            self._on_batch = function(self._train_on)
-            self._on_iterator = function(self._train_on_next)
+            # Or TensorFlow would warn that methods of many models are traced many times.
+            self._on_batch = function(functools.partial(self._train_on))
+            self._on_iterator = function(functools.partial(self._train_on_next))
 
     def train(self, iterator: Any) -> dict[str, Any]:
         """Train on the next batches of `iterator`, one update each; return the logs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable
 
 import numpy as np
 import tensorflow as tf
@@ -86,9 +86,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         self._variables = checked_variables(variables)
         optimizers.prepare(optimizer, self._variables)
         self._window = GradientWindow(self._variables, first_length)
-        # Traced once for each set of variables that have gradients in a window.
-        self._compiled_update = tf.function(self._update, autograph=False)
-        self._compiled_mean = tf.function(self._window.mean, autograph=False)
+        self._graphs: dict[Any, Any] = {}
 
     @property
     def step(self) -> Any:
@@ -116,7 +114,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         self._window.refuse_replica_context("gradients")
         with outside_strategy_scope():
             if tf.executing_eagerly():
-                return list(self._compiled_mean(self._window.kinds_now()))
+                return list(self._graph(self._window.mean, self._window.kinds_now())())
             foreseen = self._window.foreseen_kinds()
             if len(foreseen) != 1:
                 raise ContextError(
@@ -155,6 +153,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             Whether it did: a `bool`, or a boolean tensor inside `tf.function`.
         """
         self._window.refuse_replica_context("apply_when_full()")
+        if tf.executing_eagerly():
+            return self._update_if(self._window.is_full_now())
         return self._update_if(self.is_full)
 
     @_unconverted
@@ -197,12 +197,13 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     def _update_now(self) -> None:
         """Update, eagerly, with what the window holds."""
         # A schedule that returns nonsense raises here, before anything has changed.
-        length = self._length_after(self._window.updates.read_value() + 1)
+        length = self._length_after(int(self._window.updates.numpy()) + 1)
         kinds = self._window.kinds_now()
         if optimizers.is_keras(self._optimizer):
-            self._compiled_update(kinds, optimizers.settings(self._optimizer))
+            # A change of the optimizer's settings calls for a new trace.
+            self._graph(self._update, kinds, optimizers.settings(self._optimizer))()
         else:
-            self._apply(self._compiled_mean(kinds))
+            self._apply(self._graph(self._window.mean, kinds)())
         self._window.open(length)
 
     def _traced_update(self) -> Any:
@@ -245,8 +246,19 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         with tf.control_dependencies(self._window.contents()):
             return tf.py_function(update, [], tf.bool)
 
-    def _update(self, kinds: tuple[int, ...], settings: Any = None) -> None:
-        del settings  # a change of the optimizer's settings calls for a new trace
+    def _graph(
+        self, function: Callable[..., Any], kinds: tuple[int, ...], settings: Any = None
+    ) -> Any:
+        """Return `function(kinds)`, traced once for a set of variables that have gradients.
+
+        TensorFlow, too, could look it up by its arguments, and takes milliseconds for many.
+        """
+        key = (function.__name__, kinds, settings)
+        if key not in self._graphs:
+            self._graphs[key] = tf.function(functools.partial(function, kinds), autograph=False)
+        return self._graphs[key]
+
+    def _update(self, kinds: tuple[int, ...]) -> None:
         self._apply(self._window.mean(kinds))
 
     def _apply(self, gradients: Iterable[Any]) -> None:

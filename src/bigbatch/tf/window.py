@@ -9,6 +9,7 @@ from typing import Any, Mapping
 import numpy as np
 import tensorflow as tf
 
+from bigbatch.core.window import is_full
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.buffers import GradientBuffer, local_variable
@@ -38,6 +39,7 @@ class GradientWindow:
         # Reductions over replicas are packed only in a graph.
         self._compiled_sums = tf.function(self._sums, autograph=False)
         self._compiled_reset = tf.function(self._reset, autograph=False)
+        self._compiled_open = tf.function(self._open, autograph=False)
         self._compiled_reserve = tf.function(self._reserve_rows, autograph=False)
 
     def refuse_replica_context(self, name: str) -> None:
@@ -106,6 +108,12 @@ class GradientWindow:
         """Return the number of micro-batches; outside `strategy.run` of the busiest replica."""
         return tf.reduce_max(self._on_each_replica(self._micro_batches), axis=0)
 
+    def is_full_now(self) -> bool:
+        """Say whether the window is full; called eagerly, often: it runs two operations."""
+        local = self.strategy.experimental_local_results(self._micro_batches)
+        most = max(int(replica.numpy()) for replica in local)
+        return is_full(most, int(self.length.numpy()))
+
     def kinds(self) -> Any:
         """Return what the window holds for each variable, as a tensor.
 
@@ -159,9 +167,8 @@ class GradientWindow:
 
     def open(self, length: Any) -> None:
         """Begin the next window, after an update."""
-        self.reset()
-        self.updates.assign_add(1)
-        self.length.assign(length)
+        with outside_strategy_scope():
+            self._compiled_open(tf.convert_to_tensor(length, tf.int64))
         self._reserve()
 
     def reset(self) -> None:
@@ -260,6 +267,11 @@ class GradientWindow:
                     buffer.reserve(self.length)
 
         self.strategy.run(local)
+
+    def _open(self, length: Any) -> None:
+        self._reset()
+        self.updates.assign_add(1)
+        self.length.assign(length)
 
     def _reset(self) -> None:
         def local() -> None:
