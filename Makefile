@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all check figures format clean
+.PHONY: demo test test-all check figures docs format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -31,12 +31,20 @@ figures: .venv/installed ## measure again what the README shows
 	@$(BIN)/python benchmarks/fit.py
 	@$(BIN)/python benchmarks/coupled.py
 
+docs: .venv/docs-installed ## build the documentation into build/site
+	@echo "== Documentation"
+	@$(BIN)/mkdocs build --strict --site-dir build/site
+
 format: .venv/installed ## format and fix what can be fixed
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 clean: ## remove the virtual environment and what tools leave behind
 	rm -rf .venv build demo dist .pytest_cache .ruff_cache .hypothesis
+
+.venv/docs-installed: .venv/installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
 
 .venv/installed: pyproject.toml constraints.txt
 	@echo "== Setting up .venv with the tested versions (a few minutes the first time)"
