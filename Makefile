@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all check figures bench bench-smoke format clean
+.PHONY: demo test test-all check figures bench bench-smoke docs format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -33,6 +33,10 @@ bench: .venv/installed ## measure everything, against the limit and against peer
 
 bench-smoke: .venv/installed ## try the benchmarks out on little; what it measures means nothing
 	@$(BIN)/python -m benchmarks --smoke
+
+docs: .venv/installed ## build the documentation into build/site
+	@echo "== Documentation"
+	@$(BIN)/mkdocs build --strict --site-dir build/site
 
 format: .venv/installed ## format and fix what can be fixed
 	@$(BIN)/ruff format .

@@ -39,18 +39,49 @@ def blocks(path: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 
 
+ALONE = [
+    path
+    for path in DOCUMENTS
+    if path.name == "README.md" or "set_logical_device_configuration" in blocks(path)
+]
+TOGETHER = [path for path in DOCUMENTS if blocks(path) and path not in ALONE]
+"""Run one after the other in one process: TensorFlow takes seconds to start."""
+ONE_BY_ONE = """
+import runpy, sys
+import keras
+
+for path in sys.argv[1:]:
+    print(path)
+    keras.utils.clear_session()
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+    runpy.run_path(path)
+    print("done")
+"""
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if blocks(path)], ids=lambda path: path.name
+    "paths", [*([path] for path in ALONE), TOGETHER], ids=lambda paths: paths[0].name
 )
-def test_code_in_documents_runs_and_prints_what_they_say(path, tmp_path):
+def test_code_in_documents_runs_and_prints_what_they_say(paths, tmp_path):
     """Of what it prints, the banner; the figures of the demo are measured."""
-    program = tmp_path / "blocks.py"
-    program.write_text(blocks(path) + "\nprint('done')")
-    output = run(str(program))
-    assert output.endswith("done\n")
-    lines = re.findall(r"^bigbatch: .*$", path.read_text(), re.MULTILINE)
-    assert lines or path.name != "README.md"
-    assert all(line in output for line in lines)
+    programs = []
+    for path in paths:
+        programs.append(str(tmp_path / f"{path.stem}.py"))
+        Path(programs[-1]).write_text(blocks(path))
+    output = run("-c", ONE_BY_ONE, *programs)
+    for path, program in zip(paths, programs):
+        printed = output.split(f"{program}\n")[1].split("\ndone\n")[0]
+        lines = re.findall(r"^bigbatch: .*$", path.read_text(), re.MULTILINE)
+        assert lines or path.name != "README.md"
+        assert [line for line in lines if line not in printed] == []
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    run("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path), directory=ROOT)
+    assert (tmp_path / "api.html").stat().st_size > 10_000
 
 
 def test_readme_has_code():
