@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all check figures bench bench-smoke docs format clean
+.PHONY: demo test test-all check figures bench bench-smoke docs fuzz format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -27,6 +27,10 @@ check: .venv/installed ## what CI runs: format, lint, types, tests
 
 figures: .venv/installed ## draw the demo's figure again
 	@$(BIN)/python -m bigbatch.cli demo --output docs
+
+MINUTES ?= 10
+fuzz: .venv/installed ## random models and settings against the full batch, for MINUTES=10
+	@$(BIN)/python tests/fuzz.py --minutes $(MINUTES)
 
 bench: .venv/installed ## measure everything, against the limit and against peers (about an hour)
 	@$(BIN)/python -m benchmarks

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 SECTIONS = {
+    "equality": "whether updates are those of the full batch: ours, Keras' own, a loop by hand",
     "speed": "time per update against the limit, the full batch, Keras' own, a loop by hand",
     "growth": "how time grows with k, with the number of variables and their bytes",
     "memory": "peak allocator bytes, in all and beyond one micro-batch's step",

@@ -109,6 +109,25 @@ def test_examples_run(path, tmp_path):
         )
 
 
+EXECUTE = """
+import sys
+import nbclient, nbformat
+
+notebook = nbformat.read(sys.argv[1], 4)
+nbclient.NotebookClient(notebook, timeout=200).execute()
+assert all(cell.outputs for cell in notebook.cells[-1:] if cell.cell_type == "code")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("examples/notebooks/*.ipynb")), ids=lambda path: path.name
+)
+def test_notebooks_run(path, tmp_path):
+    run("-c", EXECUTE, str(path), directory=tmp_path)
+
+
 def test_documents_name_no_machine():
-    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *ROOT.glob("examples/*.py")]:
+    examples = [path for path in ROOT.glob("examples/**/*") if path.is_file()]
+    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *examples]:
         assert not re.search(r"/(root|home|work|tmp)/", path.read_text()), path

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bigbatch.tf.accumulator import GradientAccumulator as GradientAccumulator
     from bigbatch.tf.gradients import value_and_gradients as value_and_gradients
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 _HOMES = {
     "GradientAccumulator": "bigbatch.tf.accumulator",

@@ -1,0 +1,255 @@
+"""Random models, data and settings, each against the full batch.
+
+    python tests/fuzz.py --minutes 10 --seed 1
+
+goes on for as long as asked and prints the number of every case that differs: `check(number)`
+makes it again. `test_fuzz.py` runs some of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import bigbatch
+
+layers = keras.layers
+TOLERANCE = 1e-9
+"""Float64 rounds to 1e-16; Adam divides by gradients that may be as small as 1e-7."""
+REDUCTIONS = ("sum_over_batch_size", "mean", "mean_with_sample_weight", "sum")
+LOSSES = (
+    keras.losses.MeanSquaredError,
+    keras.losses.MeanAbsoluteError,
+    keras.losses.Huber,
+    keras.losses.LogCosh,
+)
+
+
+class AddsLoss(layers.Layer):
+    """Adds to the loss a mean over the samples it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_masking = True
+
+    def call(self, x: Any) -> Any:
+        """Return the inputs."""
+        self.add_loss(0.1 * tf.reduce_mean(tf.square(x)))
+        return x
+
+
+@dataclass
+class Case:
+    """One case; everything in it follows from its number."""
+
+    number: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        draw = random.Random(self.number)
+        samples = draw.randint(3, 40)
+        size = draw.randint(1, samples)
+        mode = draw.choice(("split", "window", "split, coupled"))
+        self.options = {
+            "samples": samples,
+            "tokens": draw.random() < 0.5,
+            "masked": draw.random() < 0.7,
+            "sequence": draw.random() < 0.5,
+            "blocks": [draw.randrange(6) for _ in range(draw.randint(1, 3))],
+            "adds_loss": draw.random() < 0.3,
+            "regularised": draw.random() < 0.3,
+            "losses": [draw.randrange(len(LOSSES)) for _ in range(draw.choice((1, 1, 2)))],
+            "reduction": draw.choice(REDUCTIONS),
+            "weighted": draw.random() < 0.4,
+            "loss_weights": draw.random() < 0.5,
+            "optimizer": draw.randrange(5),
+            "mode": mode,
+            "microbatch": draw.randint(1, size),
+            "window": draw.randint(1, 6),
+            "batch": size,
+            "epochs": draw.randint(1, 2),
+            # Most run eagerly, where nothing has to be traced.
+            "run": draw.choices(("eager", "graph", "replicas"), (12, 2, 1))[0],
+        }
+        if mode == "window" and self.options["window"] * size > 4 * samples:
+            self.options["window"] = 2
+
+    def make_model(self) -> Any:
+        """Return the model."""
+        options = self.options
+        shape = (5,) if options["sequence"] or options["tokens"] else (3,)
+        if options["tokens"]:
+            x = inputs = keras.Input(shape, dtype="int32")
+            x = layers.Embedding(7, 4, mask_zero=options["masked"])(x)
+        elif options["sequence"]:
+            x = inputs = keras.Input((*shape, 3))
+            x = layers.Masking(0.0)(x) if options["masked"] else x
+        else:
+            x = inputs = keras.Input(shape)
+        regulariser = "l2" if options["regularised"] else None
+        for block in options["blocks"]:
+            x = self._block(block, x, regulariser)
+        if options["adds_loss"]:
+            x = AddsLoss()(x)
+        outputs = [
+            layers.Dense(2, name=f"output{index}")(x) for index in range(len(options["losses"]))
+        ]
+        return keras.Model(inputs, outputs if len(outputs) > 1 else outputs[0])
+
+    @staticmethod
+    def _block(block: int, x: Any, regulariser: Any) -> Any:
+        is_sequence = len(x.shape) == 3
+        if block == 0:
+            return layers.Dense(4, "tanh", kernel_regularizer=regulariser)(x)
+        if block == 1:
+            return layers.LayerNormalization()(x)
+        if block == 2 and is_sequence:
+            return layers.GRU(3, return_sequences=True)(x)
+        if block == 3:
+            y = layers.Dense(x.shape[-1], "gelu", bias_regularizer=regulariser)(x)
+            return layers.Add()([x, y])
+        if block == 4:
+            return layers.Dense(3, activity_regularizer="l2")(x)
+        if block == 5 and is_sequence:
+            return layers.LSTM(3, return_sequences=True)(x)
+        return layers.Dense(4, "elu")(x)
+
+    def data(self, model: Any) -> tuple[Any, Any, Any]:
+        """Return inputs, targets, sample weights or `None`."""
+        generator = np.random.default_rng(self.number)
+        options, count = self.options, self.options["samples"]
+        if options["tokens"]:
+            x = generator.integers(0, 7, (count, 5))
+        else:
+            x = generator.normal(size=(count, *model.input_shape[1:]))
+            if options["sequence"]:
+                x[generator.random((count, 5)) < 0.3] = 0
+        shapes = model.output_shape
+        shapes = shapes if isinstance(shapes, list) else [shapes]
+        y = [generator.normal(size=(count, *shape[1:])) for shape in shapes]
+        weights = None
+        if options["weighted"]:
+            weights = [
+                generator.random(count) * (generator.random(count) < 0.8) + 0.01 for _ in y
+            ]
+        if len(y) == 1:
+            return x, y[0], weights and weights[0]
+        return x, y, weights
+
+    def compile(self, model: Any) -> None:
+        """Compile it."""
+        options = self.options
+        rate = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.7)
+        optimizers = keras.optimizers
+        optimizer = (
+            lambda: optimizers.SGD(0.05, momentum=0.9),
+            lambda: optimizers.Adam(rate, global_clipnorm=0.5),
+            lambda: optimizers.AdamW(0.01, weight_decay=0.1, use_ema=True),
+            lambda: optimizers.RMSprop(0.01, clipvalue=0.1),
+            lambda: optimizers.SGD(rate, clipnorm=0.2, nesterov=True, momentum=0.5),
+        )[options["optimizer"]]()
+        losses = [LOSSES[index](reduction=options["reduction"]) for index in options["losses"]]
+        several = len(losses) > 1
+        model.compile(
+            optimizer,
+            losses if several else losses[0],
+            loss_weights=[0.3, 1.7] if several and options["loss_weights"] else None,
+            metrics=[["mae"]] * len(losses) if several else ["mae"],
+            run_eagerly=options["run"] == "eager",
+        )
+
+    def train(self, accumulate: bool, strategy: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the trained model and its history."""
+        options = self.options
+        keras.utils.set_random_seed(self.number % 2**31)
+        with strategy.scope() if strategy is not None else contextlib.nullcontext():
+            model = self.make_model()
+            self.compile(model)
+        x, y, weights = self.data(model)
+        batch = options["batch"]
+        is_window = options["mode"] == "window"
+        if is_window and not accumulate:
+            batch *= options["window"]
+        if accumulate:
+            setting = {"microbatch_size": options["microbatch"]}
+            if is_window:
+                setting = {"accumulation_steps": options["window"]}
+            bigbatch.accumulate(model, **setting, coupled=options["mode"] == "split, coupled")
+        history = model.fit(
+            x,
+            y,
+            sample_weight=weights,
+            batch_size=batch,
+            epochs=options["epochs"],
+            shuffle=False,
+            verbose=0,
+        )
+        return model, history.history
+
+
+def check(number: int, strategy: Any = None) -> None:
+    """Raise if the case of this number differs from the full batch.
+
+    `strategy` is what the cases on several replicas run on; without it they run on one.
+    """
+    case = Case(number)
+    on = strategy if case.options["run"] == "replicas" else None
+    _use("float64")
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="bigbatch")
+            expected, found = case.train(False, None), case.train(True, on)
+    finally:
+        _use("float32")
+    assert int(found[0].optimizer.iterations) == int(expected[0].optimizer.iterations), case
+    for one, two in zip(found[0].get_weights(), expected[0].get_weights()):
+        np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE, err_msg=str(case))
+    assert found[1].keys() == expected[1].keys(), case
+    for name, values in expected[1].items():
+        np.testing.assert_allclose(
+            found[1][name], values, rtol=1e-6, atol=TOLERANCE, err_msg=f"{name}: {case}"
+        )
+
+
+def _use(dtype: str) -> None:
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+
+
+def main() -> int:
+    """Run cases until the time is over; say which differ."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="the first number")
+    options = parser.parse_args()
+    two = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], two)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    end = time.monotonic() + 60 * options.minutes
+    number, failed = options.seed, []
+    while time.monotonic() < end:
+        try:
+            check(number, strategy)
+        except Exception as error:
+            failed.append(number)
+            print(f"{number}: {type(error).__name__}: {error}", flush=True)
+        number += 1
+        if number % 20 == 0:
+            print(f"{number - options.seed} cases, {len(failed)} differ: {failed}", flush=True)
+            keras.utils.clear_session()
+    print(f"{number - options.seed} cases from {options.seed}, {len(failed)} differ: {failed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

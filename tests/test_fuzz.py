@@ -1,0 +1,33 @@
+"""A few hundred random cases, always the same; `make fuzz` goes on with others."""
+
+from __future__ import annotations
+
+import pytest
+
+import fuzz
+from bigbatch.keras import runner
+from bigbatch.tf.batch import sample_count
+
+CASES, PER_TEST = 240, 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
+def test_random_cases_equal_the_full_batch(first, mirrored):
+    for number in range(first, first + PER_TEST):
+        fuzz.check(number, mirrored)
+
+
+def test_a_mistake_is_found(monkeypatch):
+    """The mean of means: every micro-batch counts the same."""
+    monkeypatch.setattr(
+        runner, "sample_count", lambda data: fuzz.tf.ones_like(sample_count(data))
+    )
+    found = 0
+    for number in range(40):
+        if fuzz.Case(number).options["run"] == "eager":
+            try:
+                fuzz.check(number)
+            except AssertionError:
+                found += 1
+    assert found > 5
