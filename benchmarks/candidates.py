@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 import bigbatch
-from benchmarks.work import Work, loss
+from benchmarks.work import Work, loss, time_of_epoch
 
 MICROBATCH = 16
 
@@ -24,20 +24,6 @@ KERAS = "Keras' own"
 LOOP_LIMIT, LOOP_FULL = "limit (loop)", "full batch (loop)"
 BATCHES, ACCUMULATOR = "bigbatch, value_and_gradients", "bigbatch, GradientAccumulator"
 BY_HAND = "loop by hand"
-
-
-def time_of_epoch(model: Any, *data: Any, callbacks: Any = (), **options: Any) -> float:
-    """Return how long the epoch of `fit` takes, without what comes before and after it.
-
-    A data set takes up to half a second to go away, or none, by chance.
-    """
-    clock = [0.0, 0.0]
-    callback = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda *_: clock.__setitem__(0, time.perf_counter()),
-        on_epoch_end=lambda *_: clock.__setitem__(1, time.perf_counter()),
-    )
-    model.fit(*data, shuffle=False, verbose=0, callbacks=[callback, *callbacks], **options)
-    return clock[1] - clock[0]
 
 
 class InFit:

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from gradient_accumulator import GradientAccumulateModel
 
-from benchmarks.work import WORK, loss
+from benchmarks.work import WORK, loss, time_of_epoch
 
 MICROBATCH, K = 16, 8
-
-
-def epoch(model: Any, x: Any, y: Any, size: int) -> float:
-    """Return how long an epoch takes, without what comes before and after it."""
-    clock = [0.0, 0.0]
-    callback = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda *_: clock.__setitem__(0, time.perf_counter()),
-        on_epoch_end=lambda *_: clock.__setitem__(1, time.perf_counter()),
-    )
-    model.fit(x, y, batch_size=size, shuffle=False, verbose=0, callbacks=[callback])
-    return clock[1] - clock[0]
 
 
 def measure(work: Any, rounds: int) -> list[list[float]]:
@@ -38,10 +25,13 @@ def measure(work: Any, rounds: int) -> list[list[float]]:
         model.compile(tf.keras.optimizers.Adam(1e-4), loss())
     x, y = work.data(MICROBATCH * K * work.updates)
     times = [
-        [epoch(wrapped, x, y, MICROBATCH), epoch(plain, x, y, MICROBATCH * K)]
-        for _ in range(rounds + 1)
+        [
+            time_of_epoch(wrapped, x, y, batch_size=MICROBATCH),
+            time_of_epoch(plain, x, y, batch_size=MICROBATCH * K),
+        ]
+        for _ in range(rounds + 2)
     ]
-    return np.array(times[1:]).T.tolist()
+    return np.array(times[2:]).T.tolist()
 
 
 def main() -> None:
@@ -54,7 +44,6 @@ def main() -> None:
             times[name] = measure(work, int(sys.argv[1]))
         except Exception as error:
             times[name], errors[name] = None, f"fails: {type(error).__name__}"
-    # As arrays again, for ratios.
     print(json.dumps({"times": times, "errors": errors}))
 
 

@@ -5,6 +5,7 @@ Only names that Keras 2 and 3 share: `peer.py` runs it on an old stack, too.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -143,3 +144,17 @@ def traces_of(model: Any) -> int:
     """Return how often the model has been traced."""
     layers = model._flatten_layers() if hasattr(model, "_flatten_layers") else model.layers
     return sum(layer.count for layer in layers if isinstance(layer, CountTraces))
+
+
+def time_of_epoch(model: Any, *data: Any, callbacks: Any = (), **options: Any) -> float:
+    """Return how long the epoch of `fit` takes, without what comes before and after it.
+
+    A data set takes up to half a second to go away, or none, by chance.
+    """
+    clock = [0.0, 0.0]
+    callback = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_: clock.__setitem__(0, time.perf_counter()),
+        on_epoch_end=lambda *_: clock.__setitem__(1, time.perf_counter()),
+    )
+    model.fit(*data, shuffle=False, verbose=0, callbacks=[callback, *callbacks], **options)
+    return clock[1] - clock[0]

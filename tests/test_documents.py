@@ -94,6 +94,20 @@ def test_links_of_the_readme_lead_somewhere():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+def test_the_table_of_the_readme_is_the_one_that_was_measured():
+    shown = (ROOT / "README.md").read_text().split("<!-- equality -->")[1].split("<!--")[0]
+    measured = (ROOT / "benchmarks/results/equality.md").read_text()
+    assert shown.strip()
+    assert shown.strip() in measured
+
+
+@pytest.mark.slow
+def test_the_benchmarks_can_be_run():
+    """What they measure here means nothing, and goes nowhere."""
+    output = run("-m", "benchmarks", "--smoke", directory=ROOT)
+    assert len(re.findall(r"^wrote .*\.md$", output, re.MULTILINE)) == 7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path, tmp_path):

@@ -25,7 +25,7 @@ from bigbatch.keras.window import WindowEngine
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch, sample_count
 from bigbatch.tf.compat import outside_strategy_scope
-from bigbatch.tf.twice import Share, TwoPasses, joined_rows, pulled_back, rows
+from bigbatch.tf.two_passes import Share, TwoPasses, joined_rows, pulled_back, rows
 from bigbatch.tf.values import WEIGHT_DTYPE, added, after, as_gradient_of
 
 

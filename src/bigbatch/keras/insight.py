@@ -10,7 +10,7 @@ import tensorflow as tf
 from bigbatch.core.noise import DECAY, MOMENTS, Estimate, moments, noise_and_signal
 from bigbatch.keras.collector import Collected
 from bigbatch.tf.compat import outside_strategy_scope
-from bigbatch.tf.values import WEIGHT_DTYPE, half_squared_norm
+from bigbatch.tf.values import WEIGHT_DTYPE, squared_norm
 
 _INSIGHT = "_bigbatch_insight"
 
@@ -43,10 +43,7 @@ class Insight:
         counts = [tf.cast(samples > 0, WEIGHT_DTYPE), samples]
         squares = []
         if self.with_noise:
-            squares = [
-                tf.math.divide_no_nan(2 * tf.cast(tf.add_n(one.halves), WEIGHT_DTYPE), weight)
-                for one in collected
-            ]
+            squares = [tf.math.divide_no_nan(one.squared_norm, weight) for one in collected]
         return {"counts": counts, "squares": squares}
 
     def note(self, sums: Any, means: list[tuple[Any, list[Any]]], scale: Any) -> None:
@@ -65,8 +62,7 @@ class Insight:
         for (optimizer, gradients), squares in zip(means, sums["squares"]):
             # Gradients are those of a loss that may have been scaled.
             loss_scale = tf.cast(optimizer.scale_loss(tf.ones([])), WEIGHT_DTYPE) ** 2
-            halves = [half_squared_norm(gradient) for gradient in gradients]
-            of_mean += 2 * tf.cast(tf.add_n(halves), WEIGHT_DTYPE) / loss_scale
+            of_mean += squared_norm(gradients) / loss_scale
             of_parts += squares * scale / loss_scale
         noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
         new = tf.stack([tf.cast(one, WEIGHT_DTYPE) for one in moments(noise, signal, samples)])

@@ -30,9 +30,9 @@ from bigbatch.tf.values import (
     after,
     as_gradient_of,
     flattened,
-    half_squared_norm,
     packed,
     shaped,
+    squared_norm,
 )
 
 _ALMOST_NOTHING = 1e-20
@@ -107,18 +107,21 @@ class Runner:
     def _keep(self, weight: Any, collected: Collected) -> None:
         """Add up the gradients of a micro-batch, those that can be, and let them go."""
         pairs = list(zip(collected.variables, collected.gradients))
-        collected.gradients = []
+        with_noise = self._insight is not None and self._insight.with_noise
+        collected.gradients, seen = [], []
         for variable, gradient in pairs:
             total = self._sums.get((id(collected.optimizer), id(variable)))
             if gradient is None or isinstance(gradient, tf.IndexedSlices):
                 total = None
             gradient = _weighted(collected, variable, gradient, weight)
-            if self._insight is not None and self._insight.with_noise:
-                collected.halves.append(half_squared_norm(gradient))
+            if with_noise:
+                seen.append(gradient)
             if total is not None:
                 total.add(gradient)
             collected.sums.append(total)
             collected.gradients.append(gradient if total is None else None)
+        if with_noise:
+            collected.squared_norm = squared_norm(seen)
 
     def run(self, data: Any, whole: Whole) -> dict[str, Any]:
         """Run `train_step` on a micro-batch without an update; return what adds up."""

@@ -13,8 +13,8 @@ from bigbatch.keras.auto import AutoEngine
 from bigbatch.keras.batch_norm import MODES
 from bigbatch.keras.coupled import CoupledEngine, CoupledWindowEngine
 from bigbatch.keras.split import SplitEngine
-from bigbatch.keras.together import TogetherEngine
 from bigbatch.keras.window import WindowEngine
+from bigbatch.keras.workers import WorkersEngine
 from bigbatch.tf.auto import AUTO
 
 
@@ -91,4 +91,4 @@ class Setting:
                     fix='find it with "auto" on one worker: bigbatch.microbatch_size(model)',
                 )
             )
-        return TogetherEngine(model, UNBOUNDED, self.batch_norm)
+        return WorkersEngine(model, UNBOUNDED, self.batch_norm)

@@ -25,7 +25,7 @@ from bigbatch.keras.terms import DenominatorsNeededError, Lengths
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.buffers import local_variable
-from bigbatch.tf.running import RunningTotal
+from bigbatch.tf.running_total import RunningTotal
 from bigbatch.tf.values import WEIGHT_DTYPE
 
 _GRAPHS = (

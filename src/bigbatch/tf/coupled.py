@@ -10,7 +10,7 @@ from bigbatch.errors import ArgumentError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch
 from bigbatch.tf.checks import checked_loss
-from bigbatch.tf.twice import Share, TwoPasses, joined_rows, pulled_back, rows
+from bigbatch.tf.two_passes import Share, TwoPasses, joined_rows, pulled_back, rows
 from bigbatch.tf.values import added, as_gradient_of, shaped, widen
 
 

@@ -12,6 +12,9 @@ from bigbatch.tf.compat import under_xla
 WEIGHT_DTYPE = tf.float64
 """Weights are added up in float64: it counts tokens exactly, float32 stops at 2**24."""
 
+_SMALL = 4096
+"""From so many numbers on, a gradient is large."""
+
 NOTHING, DENSE, ROWS = 0, 1, 2
 """What a gradient is, or what a window holds; `DENSE | ROWS` if micro-batches gave both."""
 
@@ -117,15 +120,28 @@ def as_gradient_of(variable: Any, value: Any, scale: Any = None) -> Any:
     return _scaled(value, scale, variable.dtype)
 
 
-def half_squared_norm(gradient: Any) -> Any:
-    """Return half the squared norm of a gradient: there is one operation for that.
+def squared_norm(gradients: Iterable[Any]) -> Any:
+    """Return the squared norm of gradients together, as a weight.
 
     Rows of the same index count as their sum.
     """
-    if gradient is None:
-        return tf.zeros([])
+    parts: list[Any] = []
+    small: dict[Any, list[Any]] = {}
+    for gradient in gradients:
+        if kind_of(gradient) == DENSE and (gradient.shape.num_elements() or _SMALL) < _SMALL:
+            gradient = widen(gradient)
+            small.setdefault(gradient.dtype, []).append(tf.reshape(gradient, [-1]))
+        elif gradient is not None:
+            parts.append(gradient)
+    # Of many small ones it is the number of operations that takes time.
+    parts += [tf.concat(tensors, 0) for tensors in small.values()]
+    halves = [tf.cast(_half_squared_norm(part), tf.float32) for part in parts]
+    return 2 * tf.cast(tf.add_n(halves or [tf.zeros([])]), WEIGHT_DTYPE)
+
+
+def _half_squared_norm(gradient: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
-        return tf.cast(tf.nn.l2_loss(widen(gradient)), tf.float32)
+        return tf.nn.l2_loss(widen(gradient))
     values = tf.reshape(widen(gradient.values), [tf.shape(gradient.indices)[0], -1])
     if under_xla():  # which needs to know how many different rows there are: at most all
         order = tf.argsort(gradient.indices)
@@ -134,9 +150,9 @@ def half_squared_norm(gradient: Any) -> Any:
         sums = tf.math.unsorted_segment_sum(
             tf.gather(values, order), tf.cumsum(is_next), tf.size(indices)
         )
-        return half_squared_norm(sums)
+        return _half_squared_norm(sums)
     rows, where = tf.unique(gradient.indices)
-    return half_squared_norm(tf.math.unsorted_segment_sum(values, where, tf.size(rows)))
+    return _half_squared_norm(tf.math.unsorted_segment_sum(values, where, tf.size(rows)))
 
 
 def _scaled(tensor: Any, scale: Any, dtype: Any) -> Any:

@@ -35,7 +35,7 @@ _OTHER = explain(
 )
 
 
-class TogetherEngine(SplitEngine):
+class WorkersEngine(SplitEngine):
     """Trains `model` as `SplitEngine` does; if one worker runs out of memory all raise."""
 
     def __init__(self, model: Any, microbatch_size: int, batch_norm: str) -> None:
