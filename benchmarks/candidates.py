@@ -7,6 +7,7 @@ What there is to trace is traced in the first call.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -114,8 +115,8 @@ class Limit(InFit):
         return model
 
     def _prepare(self, k: int) -> None:
-        self.model.compiles_passes = self._jit_compile
-        self._jit_compile = False
+        if not self._k:
+            self.model.compiles_passes, self._jit_compile = self._jit_compile, False
         super()._prepare(k)
 
 
@@ -127,17 +128,23 @@ def passes(loss_fn: Any, model: Any, data: Any, jit_compile: bool) -> tuple[Any,
     def one(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             value = loss_fn(x, y)
-        return value, [_dense(gradient) for gradient in tape.gradient(value, variables)]
+        return value, tape.gradient(value, variables)
 
-    def body(index: Any, *_: Any) -> Any:
+    def part(index: Any) -> Any:
         rows = [leaf[index * MICROBATCH :][:MICROBATCH] for leaf in data]
-        for part, leaf in zip(rows, data):
-            part.set_shape([MICROBATCH, *leaf.shape[1:]])
-        return index + 1, *one(*rows)
+        for row, leaf in zip(rows, data):
+            row.set_shape([MICROBATCH, *leaf.shape[1:]])
+        return one(*rows)
 
-    count = tf.shape(data[0])[0] // MICROBATCH
-    start = tf.constant(0), tf.constant(0.0), [tf.zeros(v.shape, v.dtype) for v in variables]
-    return tf.while_loop(lambda i, *_: i < count, body, start, parallel_iterations=1)[1:]
+    first = part(0)  # which says what a pass returns: tensors, and rows of sparse gradients
+    flat = functools.partial(tf.nest.flatten, expand_composites=True)
+    *_, last = tf.while_loop(
+        lambda index, _: index < tf.shape(data[0])[0] // MICROBATCH,
+        lambda index, _: (index + 1, flat(part(index))),
+        (tf.constant(1), flat(first)),
+        parallel_iterations=1,
+    )
+    return tf.nest.pack_sequence_as(first, last, expand_composites=True)
 
 
 class InLoop:

@@ -12,7 +12,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from benchmarks.work import SMALLEST, WORK, Work
+from benchmarks.work import SMALLEST, WORK, Work, loss
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,13 @@ def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, 
         for name, run in runs.items():
             times[name].append(run())
     return {name: np.array(values) for name, values in times.items()}
+
+
+def warm_up() -> None:
+    """Let TensorFlow do what it does once in a process, so that nobody is charged for it."""
+    model = SMALLEST.make_model()
+    model.compile("adam", loss())
+    model.fit(*SMALLEST.data(16), verbose=0)
 
 
 def ratio(times: Any, of: Any) -> str:

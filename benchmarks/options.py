@@ -9,7 +9,7 @@ import keras
 
 import bigbatch
 from benchmarks.candidates import MICROBATCH, Split
-from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
+from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, warm_up, write
 
 K = 8
 
@@ -28,6 +28,7 @@ class Auto(Split):
 
 def run(settings: Settings) -> None:
     """Measure, and write `options.md`."""
+    warm_up()
     rows = []
     for work in settings.works("tiny", "transformer", "wide", "convolutional"):
         keras.utils.set_random_seed(0)

@@ -20,11 +20,11 @@ PACKAGES = ["gradient-accumulator==0.5.2", "tensorflow-cpu==2.13.1", "numpy<1.25
 
 def run(settings: Settings) -> None:
     """Measure, and write `peer.md`; say why if it does not install here."""
+    if settings.is_smoke:
+        print("skipped: it needs an environment of its own; run without --smoke")
+        return
     python = ENVIRONMENT / "bin" / "python"
     if not (ENVIRONMENT / "installed").exists():
-        if settings.is_smoke:
-            print("skipped: it needs an environment of its own; run without --smoke")
-            return
         print(f"setting up {' '.join(PACKAGES)} (a few minutes)", flush=True)
         shutil.rmtree(ENVIRONMENT, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from benchmarks.candidates import FULL_BATCH, IN_FIT, KERAS, MICROBATCH, SPLIT, WINDOW
-from benchmarks.measuring import Settings, table, write
+from benchmarks.measuring import Settings, table, warm_up, write
 from benchmarks.work import Work, traces_of
 
 STEPS = (2, 64)
@@ -24,6 +24,7 @@ print(time.perf_counter() - start)
 
 def run(settings: Settings) -> None:
     """Measure, and write `tracing.md`."""
+    warm_up()
     rows = []
     for work in settings.works("tiny", "convolutional", "transformer"):
         for k in settings.some(STEPS):

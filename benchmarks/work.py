@@ -96,7 +96,7 @@ class Work:
     make_model: Callable[[], Any]
     tokens: int = 0
     """How many different tokens inputs are drawn from; 0: they are no tokens."""
-    updates: int = 4
+    updates: int = 3
     """How many updates are timed at once."""
     peer: bool = True
     """Whether the old stack can run it."""

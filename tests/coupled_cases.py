@@ -14,6 +14,7 @@ from fit_cases import (
     TOKENS,
     TWO_OUTPUTS,
     WEIGHTS,
+    AddsLoss,
     Case,
     adds_loss,
     regularised,
@@ -113,6 +114,12 @@ def embedding():
     return keras.Model(tokens, layers.Dense(6)(layers.GlobalAveragePooling1D()(embedded)))
 
 
+def functional_adds_loss():
+    inputs = keras.Input((5,))
+    hidden = layers.Dense(8, "tanh", activity_regularizer="l2")(inputs)
+    return keras.Model(inputs, layers.Dense(3)(AddsLoss()(hidden)))
+
+
 def dice_of_three(y_true, y_pred):
     return dice(tf.abs(tf.reduce_sum(y_true, -1)), y_pred)
 
@@ -137,6 +144,7 @@ COUPLED_CASES = {
     "clip": Case(Clip, y=None, loss=None),
     "embedding": Case(embedding, TOKENS, LABELS, loss=loss_of("sim_clr")),
     "add_loss and activity": Case(adds_loss, loss=lambda: dice_of_three),
+    "add_loss in a functional model": Case(functional_adds_loss, loss=lambda: dice_of_three),
     "regularised": Case(regularised, loss=lambda: dice_of_three),
     "two outputs with different masks": Case(
         two_outputs,

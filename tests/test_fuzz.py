@@ -8,11 +8,17 @@ import fuzz
 from bigbatch.keras import runner
 from bigbatch.tf.batch import sample_count
 
-CASES, PER_TEST = 240, 20
+CASES, PER_TEST, IN_CI = 240, 10, 60
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(first, marks=[pytest.mark.matrix] if first >= IN_CI else [])
+        for first in range(0, CASES, PER_TEST)
+    ],
+)
 def test_random_cases_equal_the_full_batch(first, mirrored):
     for number in range(first, first + PER_TEST):
         fuzz.check(number, mirrored)

@@ -138,18 +138,21 @@ class CoupledRunner(Runner):
         watched = [*outputs, *losses]
         of: list[Any] = []
 
+        # Recording, from the call of the model to the loss, ends even if one of them fails.
+        recording = contextlib.ExitStack()
+
         def call(*_: Any, **__: Any) -> Any:
-            tape.__enter__()
+            recording.enter_context(tape)
             tape.watch([one for one in watched if one.dtype.is_floating])
             for loss in losses:
-                model.add_loss(loss)
+                keras.Layer.add_loss(model, loss)  # functional models do not let it be added
             for output, mask in zip(outputs, masks):
                 if mask is not None:
                     compat.set_mask(output, mask)
             return keras.tree.pack_sequence_as(self._outputs, outputs)
 
         def scale(loss: Any) -> Any:
-            tape.__exit__(None, None, None)
+            recording.close()
             of.append(loss)
             return loss
 
@@ -160,7 +163,7 @@ class CoupledRunner(Runner):
         whole = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
         instead = replaced(model, call=call, activity_regularizer=None)
         gradients = collecting(model, scale, lambda _: None)
-        with instead, self._one_replica(share), gradients as in_loss:
+        with recording, instead, self._one_replica(share), gradients as in_loss:
             logs = model.train_step(whole)
         (collected,), (loss,) = in_loss, of
         one = collected.optimizer.scale_loss(tf.ones([], loss.dtype))

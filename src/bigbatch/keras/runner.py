@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from bigbatch.keras import compat
 from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.collector import Collected, collecting, optimizers_of
 from bigbatch.keras.insight import insight_of
+from bigbatch.keras.patching import replaced
 from bigbatch.keras.terms import (
     ONE,
     OWN,
@@ -72,7 +74,7 @@ class Runner:
         self._norm = BatchNorm(model, batch_norm)
         # What a micro-batch has turned out to do, known when it has been traced.
         self._collected: list[Collected] = []
-        self._tracked: list[tuple[Any, bool | None]] = []
+        self._tracked: list[tuple[Any, bool | None, bool]] = []
         self._by_samples: list[bool] = []
         self._left_alone: set[str] = set()
         self._structure: Any = None
@@ -146,16 +148,19 @@ class Runner:
         with self._norm.watching() as moments, terms, losses, gradients as collected:
             logs = compat.train_step_of(self._model)(data)
         self._collected = collected
-        self._tracked = [(one.metric, one.by_samples) for one in recorder.numbers]
+        self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
         self._left_alone = recorder.left_alone(self._model)
         insight = None
         if self._insight is not None:
-            insight = self._insight.of_microbatch(collected, samples, weight())
+            insight = self._insight.of_microbatch(collected, samples, samples / whole.unit)
         mass = self._mass(recorder, samples)
         return {
             "gradients": [one.gradients for one in collected],
             "logs": {name: times(value, samples) for name, value in logs.items()},
-            "numbers": [times(number.value, mass) for number in recorder.numbers],
+            "numbers": [
+                times(number.value, mass if number.of_loss else samples)
+                for number in recorder.numbers
+            ],
             "moments": moments,
             "samples": samples,
             "mass": mass,
@@ -210,7 +215,11 @@ class Runner:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         recorder = TermRecorder(lambda *_: None, self._lengths)
         # The compiled loss alone: an own compute_loss may change state, and must not twice.
-        with recorder.watching(self._model):
+        # Neither must metrics of layers.
+        with contextlib.ExitStack() as stack:
+            for metric in self._model.metrics:
+                stack.enter_context(replaced(metric, update_state=lambda *_, **__: None))
+            stack.enter_context(recorder.watching(self._model))
             compat.compile_loss_of(self._model)(
                 y, compat.call(self._model, x, training=False), sample_weight
             )
@@ -233,12 +242,12 @@ class Runner:
             is_known: whether the samples of the batch were known when it was traced.
         """
         self._by_samples = [
-            is_known if by_samples is None else by_samples for _, by_samples in self._tracked
+            is_known if by_samples is None else by_samples for _, by_samples, _ in self._tracked
         ]
         sums["logs"] = self.logs(sums["logs"], sums["samples"])
         sums["metrics"] = [
             [tf.convert_to_tensor(metric.total), tf.convert_to_tensor(metric.count)]
-            for metric, _ in self._tracked
+            for metric, _, _ in self._tracked
         ]
         sums["gradients"] = [
             [
@@ -277,12 +286,17 @@ class Runner:
             ]
             if self._insight is not None:
                 optimizers = [one.optimizer for one in self._collected]
+                # Gradients were weighted with the mass, squares are to be with samples.
+                scale = scale * divided(count, mass)
                 self._insight.note(sums["insight"], list(zip(optimizers, means)), scale)
             for one, mean in zip(self._collected, means):
                 one.optimizer.apply(mean, one.variables)
             self._norm.update(sums["moments"])
             logs = {name: divided(value, count) for name, value in sums["logs"].items()}
-            values = [divided(number, mass) for number in sums["numbers"]]
+            values = [
+                divided(number, mass if of_loss else count)
+                for number, (_, _, of_loss) in zip(sums["numbers"], self._tracked)
+            ]
             results = self._results(sums["metrics"], values, count)
             logs.update((name, results[name]) for name in logs.keys() & results.keys())
         self._close_sums()
@@ -338,7 +352,7 @@ class Runner:
         """
         last = {metric.name: metric for metric in self._model.metrics}
         sums: dict[str, tuple[Any, Any]] = {}
-        for (metric, _), (total, weights), value, weight in zip(
+        for (metric, _, _), (total, weights), value, weight in zip(
             self._tracked, metrics, values, self._weights(count)
         ):
             if last.get(metric.name) is metric:
@@ -351,7 +365,7 @@ class Runner:
         """Update once per batch what Keras updates with one number per batch."""
 
         def local(values: list[Any], weights: list[Any]) -> None:
-            for (metric, _), value, weight in zip(self._tracked, values, weights):
+            for (metric, _, _), value, weight in zip(self._tracked, values, weights):
                 # The parts of the replicas make up the batch.
                 metric.update_state(value, sample_weight=weight / self._replicas)
 

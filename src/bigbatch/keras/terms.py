@@ -120,6 +120,8 @@ class Number(NamedTuple):
     value: Any
     by_samples: bool | None
     """Whether the batch counts as its samples, not as one; `None`: if they are known before."""
+    of_loss: bool
+    """Whether it is of the loss, and counts for what the loss divides by."""
 
 
 class TermRecorder:
@@ -204,9 +206,11 @@ class TermRecorder:
         values = keras.ops.convert_to_tensor(values)
         is_once = sample_weight is None or self.mass is not None
         if values.shape.rank == 0 and is_once:
-            self.numbers.append(Number(metric, values, by_samples=sample_weight is not None))
+            is_loss = sample_weight is not None
+            self.numbers.append(Number(metric, values, by_samples=is_loss, of_loss=is_loss))
         else:
             update_state(values, sample_weight=sample_weight)
 
     def _record(self, metric: Any, value: Any) -> None:
-        self.numbers.append(Number(metric, tf.reduce_mean(value) / self._replicas, None))
+        value = tf.reduce_mean(value) / self._replicas
+        self.numbers.append(Number(metric, value, by_samples=None, of_loss=True))

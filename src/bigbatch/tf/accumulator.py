@@ -224,7 +224,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         else:
             length = tf.constant(self._length_after(0))
         with tf.control_dependencies([length]):
-            self._update(kinds)
+            self._graph(self._update, kinds, optimizers.settings(self._optimizer))()
             self._window.open(length)
         return True
 
@@ -255,7 +255,12 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         """
         key = (function.__name__, kinds, settings)
         if key not in self._graphs:
-            self._graphs[key] = tf.function(functools.partial(function, kinds), autograph=False)
+            # Not inlined: where a window is not full, every operation would be passed over.
+            self._graphs[key] = tf.function(
+                functools.partial(function, kinds),
+                autograph=False,
+                experimental_attributes={"_noinline": True},
+            )
         return self._graphs[key]
 
     def _update(self, kinds: tuple[int, ...]) -> None:

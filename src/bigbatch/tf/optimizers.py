@@ -53,8 +53,21 @@ def settings(optimizer: Any) -> tuple[Any, ...]:
             if value is None or isinstance(value, (bool, int, float, str)):
                 found.append((name, value))
             elif name == "_learning_rate":
-                found.append((name, id(value)))  # a schedule, or a variable that can change
+                found.append((name, _Same(value)))  # a schedule, or a variable that can change
     return tuple(found)
+
+
+class _Same:
+    """Equal to another if both hold the very same object, which lives as long as this."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def _native(variable: Any) -> Any:

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 import bigbatch
 from bigbatch.errors import ArgumentError
@@ -112,6 +113,21 @@ def test_mixed_precision(policy, devices, mode, mirrored):
     assert scales[0] == scales[1] > 256
     # The outputs are the same to the bit; gradients have eleven or eight bits.
     check_same(result, expected, 2e-2 if policy == "mixed_bfloat16" else 2e-3)
+
+
+def test_a_loss_that_fails_leaves_nothing_behind(mode):
+    """The tape under which it was computed does not go on recording what others do."""
+
+    def fails(y_true, y_pred):
+        raise ZeroDivisionError
+
+    model = encoder()()
+    model.compile("sgd", fails, run_eagerly=True)
+    setting, size = MODES[mode]
+    bigbatch.accumulate(model, **setting, coupled=True)
+    with pytest.raises(ZeroDivisionError):
+        model.fit(DENSE_X, LABELS, batch_size=size, verbose=0)
+    assert not record.could_possibly_record()
 
 
 def test_clipping_sees_the_gradient_of_the_batch(mode):
