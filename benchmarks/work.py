@@ -127,7 +127,7 @@ WORK = {
         Work(wide),
         Work(tiny, updates=16),
         Work(embedding, ROWS_TOUCHED, peer=False),
-        Work(mixed_bfloat16, VOCABULARY, peer=False),
+        Work(mixed_bfloat16, VOCABULARY, updates=1, peer=False),
     )
 }
 

@@ -42,8 +42,10 @@ def blocks(path: Path) -> str:
 ALONE = [
     path
     for path in DOCUMENTS
-    if path.name == "README.md" or "set_logical_device_configuration" in blocks(path)
+    if path.name == "README.md"
+    or re.search(r"\bset_(logical|floatx|dtype|global)", blocks(path))
 ]
+"""Those that change what holds for the whole process, and the README."""
 TOGETHER = [path for path in DOCUMENTS if blocks(path) and path not in ALONE]
 """Run one after the other in one process: TensorFlow takes seconds to start."""
 ONE_BY_ONE = """
@@ -53,8 +55,6 @@ import keras
 for path in sys.argv[1:]:
     print(path)
     keras.utils.clear_session()
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("float32")
     runpy.run_path(path)
     print("done")
 """

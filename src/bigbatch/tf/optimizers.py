@@ -61,13 +61,13 @@ class _Same:
     """Equal to another if both hold the very same object, which lives as long as this."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+        return isinstance(other, _Same) and self.value is other.value
 
     def __hash__(self) -> int:
-        return id(self._value)
+        return id(self.value)
 
 
 def _native(variable: Any) -> Any:
