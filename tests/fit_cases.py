@@ -120,6 +120,27 @@ def adds_loss() -> Any:
     )
 
 
+class Tracks(layers.Layer):
+    """Has metrics of its own: one is updated with a number, one with a number per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.supports_masking = True
+        self.mean = keras.metrics.Mean(name="mean")
+        self.spread = keras.metrics.Mean(name="spread")
+
+    def call(self, x: Any) -> Any:
+        self.mean.update_state(tf.reduce_mean(x))
+        self.spread.update_state(tf.reduce_max(x, (1, 2)) - tf.reduce_min(x, (1, 2)))
+        return x
+
+
+def tracks() -> Any:
+    embedding = layers.Embedding(6, 4, mask_zero=True)
+    inputs = keras.Input((7,), dtype="int32")
+    return keras.Sequential([inputs, embedding, Tracks(), layers.Dense(2)])
+
+
 def masked() -> Any:
     return keras.Sequential(
         [
@@ -311,6 +332,7 @@ CASES = {
     ),
     "masked": Case(masked, TOKENS, TOKEN_Y, compile={"metrics": ["mae"]}),
     "recurrent": Case(recurrent, TOKENS, TOKEN_Y),
+    "metrics of a layer": Case(tracks, TOKENS, TOKEN_Y),
     "masked, mean with sample weights": Case(
         masked, TOKENS, TOKEN_Y, loss=mean_squared_error("mean_with_sample_weight")
     ),

@@ -8,7 +8,7 @@ import fuzz
 from bigbatch.keras import runner
 from bigbatch.tf.batch import sample_count
 
-CASES, PER_TEST, IN_CI = 240, 10, 60
+CASES, PER_TEST, IN_CI = 240, 10, 40
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ def check_same(result, expected, updates):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # takes a minute, as does the demo, of which CI tests the same
 def test_a_batch_that_does_not_fit_trains_with_auto():
     expected = probe("convolutional", "null")
     died = probe("convolutional", "null", 100)

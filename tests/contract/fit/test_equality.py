@@ -42,13 +42,14 @@ several_optimizers = pytest.mark.filterwarnings("ignore:bigbatch. train_step use
 
 
 @several_optimizers
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_in_float64(name, mode, float64):
     result = CASES[name].accumulate(mode)
     check_same(result, full_batch_in_float64(name), TOLERANCE["float64"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["dense", "sum", "masked", "own train_step"])
 def test_in_float32(name, mode):
     check_same(CASES[name].accumulate(mode), full_batch(name), TOLERANCE["float32"])
@@ -61,6 +62,7 @@ ON_REPLICAS = [  # each for another way to share a loss, or its logs, among repl
     "sum",
     "mean with sample weights",
     "masked",
+    "metrics of a layer",
     "two outputs",
     "reduced by the loss function",
     "no reduction",
@@ -73,7 +75,9 @@ ON_REPLICAS = [  # each for another way to share a loss, or its logs, among repl
 
 @pytest.mark.parametrize(
     "name",
-    mostly_matrix(ON_REPLICAS, ["regularised", "masked", "two outputs", "own train_step"]),
+    mostly_matrix(
+        ON_REPLICAS, ["regularised", "metrics of a layer", "two outputs", "own train_step"]
+    ),
 )
 def test_on_two_replicas(name, mode, mirrored):
     with mirrored.scope():  # batches of 21 samples: 11 and 10; of 7: 4 and 3; of 1: 1 and none

@@ -120,6 +120,48 @@ def test_the_estimate_with_jit_compile(mode):
     check_same_estimate(noise.estimate, expected)
 
 
+def masked():
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((4,)), layers.Embedding(9, 3, mask_zero=True), layers.Dense(2)]
+    )
+
+
+def test_replicas_are_more_micro_batches_with_masks(mirrored):
+    """A micro-batch's part in the gradient is by valid tokens, and its size by samples."""
+    y = np.stack([Y] * 4, 1)
+    with mirrored.scope():
+        keras.utils.set_random_seed(2)
+        model = masked()
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    copy, estimator = masked(), NoiseScaleEstimator()
+    copy.set_weights(model.get_weights())
+
+    def gradient(rows, valid):
+        with tf.GradientTape() as tape:
+            error = tf.reduce_mean(tf.square(copy(TOKENS[rows]) - y[rows]), -1)
+            loss = tf.reduce_sum(error * (TOKENS[rows] > 0)) / valid
+        found = tape.gradient(loss, copy.trainable_variables)
+        return [tf.convert_to_tensor(one).numpy().astype("float64") for one in found]
+
+    def squared_norm(arrays):
+        return sum(float(np.sum(np.square(one))) for one in arrays)
+
+    parts = [slice(0, 10), slice(10, 15), slice(15, 25), slice(25, 30)]
+    sizes = [part.stop - part.start for part in parts]
+    valid = (TOKENS[:30] > 0).sum()
+    # The part of each in the gradient of the batch, as if its samples were the whole batch.
+    norms = [
+        squared_norm(gradient(part, valid)) * (30 / size) ** 2
+        for part, size in zip(parts, sizes)
+    ]
+    estimator.add(sizes, norms, squared_norm(gradient(slice(0, 30), valid)))
+    bigbatch.accumulate(model, microbatch_size=10)
+    noise = bigbatch.NoiseScale()
+    model.fit(TOKENS[:30], y[:30], batch_size=30, shuffle=False, verbose=0, callbacks=[noise])
+    np.testing.assert_allclose(noise.estimate.average, estimator.estimate.average, rtol=1e-3)
+
+
 def test_replicas_are_more_micro_batches(mirrored):
     with mirrored.scope():
         keras.utils.set_random_seed(2)

@@ -34,7 +34,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_settings(name, mode):
     case = Case(constrained, optimizer=OPTIMIZERS[name])

@@ -51,7 +51,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_pooled_statistics_are_those_of_the_full_batch(kind, mode):
     case = Case(lambda: model_of(KINDS[kind]()), x=X, fit=EPOCHS)
