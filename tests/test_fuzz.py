@@ -30,10 +30,10 @@ def test_a_mistake_is_found(monkeypatch):
         runner, "sample_count", lambda data: fuzz.tf.ones_like(sample_count(data))
     )
     found = 0
-    for number in range(40):
+    for number in range(12):
         if fuzz.Case(number).options["run"] == "eager":
             try:
                 fuzz.check(number)
             except AssertionError:
                 found += 1
-    assert found > 5
+    assert found > 2

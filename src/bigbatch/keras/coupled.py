@@ -18,7 +18,7 @@ from bigbatch.keras.collector import Collected, collecting
 from bigbatch.keras.coupling import FirstLook, refuse_mixing_layers, rows_meet
 from bigbatch.keras.data import as_tensor, is_iterator, largest_count, without_optionals
 from bigbatch.keras.patching import replaced
-from bigbatch.keras.runner import Runner, times
+from bigbatch.keras.runner import Runner
 from bigbatch.keras.split import SplitEngine
 from bigbatch.keras.terms import ONE, OWN, Lengths, denominator, watching_loss
 from bigbatch.keras.window import WindowEngine
@@ -26,7 +26,7 @@ from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch, sample_count
 from bigbatch.tf.compat import outside_strategy_scope
 from bigbatch.tf.two_passes import Share, TwoPasses, joined_rows, pulled_back, rows
-from bigbatch.tf.values import WEIGHT_DTYPE, added, after, as_gradient_of
+from bigbatch.tf.values import WEIGHT_DTYPE, added, after, as_gradient_of, times
 
 
 class CoupledRunner(Runner):

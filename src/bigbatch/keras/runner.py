@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from bigbatch.keras import compat
+from bigbatch.keras.batch_logs import BatchLogs
 from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.collector import Collected, collecting, optimizers_of
 from bigbatch.keras.insight import insight_of
@@ -31,10 +32,12 @@ from bigbatch.tf.values import (
     WEIGHT_DTYPE,
     after,
     as_gradient_of,
+    divided,
     flattened,
     packed,
     shaped,
     squared_norm,
+    times,
 )
 
 _ALMOST_NOTHING = 1e-20
@@ -74,12 +77,11 @@ class Runner:
         self._norm = BatchNorm(model, batch_norm)
         # What a micro-batch has turned out to do, known when it has been traced.
         self._collected: list[Collected] = []
-        self._tracked: list[tuple[Any, bool | None, bool]] = []
-        self._by_samples: list[bool] = []
-        self._left_alone: set[str] = set()
         self._structure: Any = None
         self._sums: dict[tuple[int, int], DenseSum] = {}
         self._insight = insight_of(model)
+        self.logs = BatchLogs(model, self.strategy)
+        """What is logged of a batch."""
 
     def prepare(self) -> None:
         """Make places to add up gradients in, before anything is traced.
@@ -148,19 +150,13 @@ class Runner:
         with self._norm.watching() as moments, terms, losses, gradients as collected:
             logs = compat.train_step_of(self._model)(data)
         self._collected = collected
-        self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
-        self._left_alone = recorder.left_alone(self._model)
         insight = None
         if self._insight is not None:
             insight = self._insight.of_microbatch(collected, samples, samples / whole.unit)
         mass = self._mass(recorder, samples)
         return {
             "gradients": [one.gradients for one in collected],
-            "logs": {name: times(value, samples) for name, value in logs.items()},
-            "numbers": [
-                times(number.value, mass if number.of_loss else samples)
-                for number in recorder.numbers
-            ],
+            "logs": self.logs.of_microbatch(recorder, logs, samples, mass),
             "moments": moments,
             "samples": samples,
             "mass": mass,
@@ -241,14 +237,7 @@ class Runner:
             unit: what gradients were divided by.
             is_known: whether the samples of the batch were known when it was traced.
         """
-        self._by_samples = [
-            is_known if by_samples is None else by_samples for _, by_samples, _ in self._tracked
-        ]
-        sums["logs"] = self.logs(sums["logs"], sums["samples"])
-        sums["metrics"] = [
-            [tf.convert_to_tensor(metric.total), tf.convert_to_tensor(metric.count)]
-            for metric, _, _ in self._tracked
-        ]
+        sums["logs"] = self.logs.close(sums["logs"], sums["samples"], is_known=is_known)
         sums["gradients"] = [
             [
                 gradient if total is None else total.value()
@@ -292,16 +281,8 @@ class Runner:
             for one, mean in zip(self._collected, means):
                 one.optimizer.apply(mean, one.variables)
             self._norm.update(sums["moments"])
-            logs = {name: divided(value, count) for name, value in sums["logs"].items()}
-            values = [
-                divided(number, mass if of_loss else count)
-                for number, (_, _, of_loss) in zip(sums["numbers"], self._tracked)
-            ]
-            results = self._results(sums["metrics"], values, count)
-            logs.update((name, results[name]) for name in logs.keys() & results.keys())
         self._close_sums()
-        self._update_metrics(values, count)
-        return logs
+        return self.logs.update(sums["logs"], count, mass)
 
     def _build_optimizers(self) -> None:
         """Make the variables of optimizers that Keras does not know of, as of all others."""
@@ -334,58 +315,6 @@ class Runner:
             lambda: flattened(self._scaled(gradients, scale))[0],
         )
         return packed(tensors, kinds)
-
-    def logs(self, sums: dict[str, Any], count: Any) -> dict[str, Any]:
-        """Return this replica's logs, times `count`: metrics as they are, else the sums."""
-        results = self._model.get_metrics_result()
-        metrics = results.keys() - self._left_alone
-        return {
-            name: times(results[name], count) if name in metrics else value
-            for name, value in sums.items()
-        }
-
-    def _results(self, metrics: list[Any], values: list[Any], count: Any) -> dict[str, Any]:
-        """Return the logs of metrics that are updated once per batch, from their sums.
-
-        `metrics` are the totals and counts before, over all replicas: another reduction,
-        after the metrics are up to date, is not needed.
-        """
-        last = {metric.name: metric for metric in self._model.metrics}
-        sums: dict[str, tuple[Any, Any]] = {}
-        for (metric, _, _), (total, weights), value, weight in zip(
-            self._tracked, metrics, values, self._weights(count)
-        ):
-            if last.get(metric.name) is metric:
-                total, weights = sums.get(metric.name, (total, weights))
-                value, weight = tf.cast(value, total.dtype), tf.cast(weight, total.dtype)
-                sums[metric.name] = total + value * weight, weights + weight
-        return {name: divided(total, weights) for name, (total, weights) in sums.items()}
-
-    def _update_metrics(self, values: list[Any], count: Any) -> None:
-        """Update once per batch what Keras updates with one number per batch."""
-
-        def local(values: list[Any], weights: list[Any]) -> None:
-            for (metric, _, _), value, weight in zip(self._tracked, values, weights):
-                # The parts of the replicas make up the batch.
-                metric.update_state(value, sample_weight=weight / self._replicas)
-
-        self.strategy.run(local, args=(values, self._weights(count)))
-
-    def _weights(self, count: Any) -> list[Any]:
-        return [count if by_samples else tf.ones_like(count) for by_samples in self._by_samples]
-
-
-def divided(value: Any, by: Any) -> Any:
-    """Return `value / by` in the type of `value`; zero if there is nothing."""
-    return tf.math.divide_no_nan(value, tf.cast(by, value.dtype))
-
-
-def times(value: Any, weight: Any) -> Any:
-    """Return `value * weight` in the type of `value`, or as a weight if that is no float."""
-    value = tf.convert_to_tensor(value)
-    if not value.dtype.is_floating:
-        value = tf.cast(value, WEIGHT_DTYPE)
-    return value * tf.cast(weight, value.dtype)
 
 
 def _weighted(collected: Collected, variable: Any, gradient: Any, weight: Any) -> Any:

@@ -19,14 +19,14 @@ from bigbatch.keras.data import (
     with_any_count,
     without_optionals,
 )
-from bigbatch.keras.runner import Runner, Whole, divided
+from bigbatch.keras.runner import Runner, Whole
 from bigbatch.keras.state import END_OF_DATA, State
 from bigbatch.keras.terms import DenominatorsNeededError, Lengths
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.buffers import local_variable
 from bigbatch.tf.running_total import RunningTotal
-from bigbatch.tf.values import WEIGHT_DTYPE
+from bigbatch.tf.values import WEIGHT_DTYPE, divided
 
 _GRAPHS = (
     "_add_next",
@@ -308,7 +308,7 @@ class WindowEngine:
 
         def logs() -> tuple[Any, Any]:
             sums = self._total.value("logs", "samples")
-            return self._runner.logs(sums["logs"], sums["samples"]), sums["samples"]
+            return self._runner.logs.so_far(sums["logs"], sums["samples"]), sums["samples"]
 
         strategy = self._runner.strategy
         results = strategy.experimental_local_results(strategy.run(logs))

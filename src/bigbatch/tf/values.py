@@ -120,6 +120,19 @@ def as_gradient_of(variable: Any, value: Any, scale: Any = None) -> Any:
     return _scaled(value, scale, variable.dtype)
 
 
+def divided(value: Any, by: Any) -> Any:
+    """Return `value / by` in the type of `value`; zero if there is nothing."""
+    return tf.math.divide_no_nan(value, tf.cast(by, value.dtype))
+
+
+def times(value: Any, weight: Any) -> Any:
+    """Return `value * weight` in the type of `value`, or as a weight if that is no float."""
+    value = tf.convert_to_tensor(value)
+    if not value.dtype.is_floating:
+        value = tf.cast(value, WEIGHT_DTYPE)
+    return value * tf.cast(weight, value.dtype)
+
+
 def squared_norm(gradients: Iterable[Any]) -> Any:
     """Return the squared norm of gradients together, as a weight.
 

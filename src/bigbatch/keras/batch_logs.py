@@ -1,0 +1,121 @@
+"""What is logged of a batch: metrics, and what `train_step` returns besides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from bigbatch.keras.terms import TermRecorder
+from bigbatch.tf.values import divided, times
+
+
+class BatchLogs:
+    """Adds up what micro-batches log, and updates once what is updated once per batch.
+
+    Most metrics are up to date when a micro-batch has run. What Keras updates with one number
+    per batch, such as the mean of its loss, is updated when the number of all replicas is
+    known. `of_microbatch`, `so_far` and `close` are called on each replica, `update` outside
+    `strategy.run`.
+
+    Args:
+        model: a Keras model.
+        strategy: the strategy on whose replicas it is trained.
+    """
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        self._model = model
+        self._strategy = strategy
+        # What a micro-batch has turned out to do, known when it has been traced.
+        self._tracked: list[tuple[Any, bool | None, bool]] = []
+        self._by_samples: list[bool] = []
+        self._left_alone: set[str] = set()
+
+    def of_microbatch(
+        self, recorder: TermRecorder, logs: dict[str, Any], samples: Any, mass: Any
+    ) -> dict[str, Any]:
+        """Return what adds up.
+
+        Args:
+            recorder: what saw the metrics of a micro-batch.
+            logs: what `train_step` returned.
+            samples: the samples of the micro-batch.
+            mass: what its loss counts for.
+        """
+        self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
+        self._left_alone = recorder.left_alone(self._model)
+        return {
+            "values": {name: times(value, samples) for name, value in logs.items()},
+            "numbers": [
+                times(number.value, mass if number.of_loss else samples)
+                for number in recorder.numbers
+            ],
+        }
+
+    def so_far(self, sums: dict[str, Any], count: Any) -> dict[str, Any]:
+        """Return this replica's logs, times `count`: metrics as they are, else the sums."""
+        results = self._model.get_metrics_result()
+        metrics = results.keys() - self._left_alone
+        return {
+            name: times(results[name], count) if name in metrics else value
+            for name, value in sums["values"].items()
+        }
+
+    def close(self, sums: dict[str, Any], count: Any, *, is_known: bool) -> dict[str, Any]:
+        """Return what adds up over replicas, for `update`.
+
+        Args:
+            sums: what `of_microbatch` returned, added up.
+            count: the samples of this replica.
+            is_known: whether the samples of the batch were known when it was traced.
+        """
+        self._by_samples = [
+            is_known if by_samples is None else by_samples for _, by_samples, _ in self._tracked
+        ]
+        return {
+            "values": self.so_far(sums, count),
+            "numbers": sums["numbers"],
+            "metrics": [
+                [tf.convert_to_tensor(metric.total), tf.convert_to_tensor(metric.count)]
+                for metric, _, _ in self._tracked
+            ],
+        }
+
+    def update(self, sums: dict[str, Any], count: Any, mass: Any) -> dict[str, Any]:
+        """Update metrics from what `close` returned, summed over replicas; return the logs."""
+        numbers = [
+            divided(number, mass if of_loss else count)
+            for number, (_, _, of_loss) in zip(sums["numbers"], self._tracked)
+        ]
+        weights = [count if by else tf.ones_like(count) for by in self._by_samples]
+        replicas = self._strategy.num_replicas_in_sync
+
+        def local(numbers: list[Any], weights: list[Any]) -> None:
+            for (metric, _, _), number, weight in zip(self._tracked, numbers, weights):
+                # The parts of the replicas make up the batch.
+                metric.update_state(number, sample_weight=weight / replicas)
+
+        self._strategy.run(local, args=(numbers, weights))
+        logs = {name: divided(value, count) for name, value in sums["values"].items()}
+        results = self._results(sums["metrics"], numbers, weights)
+        logs.update((name, results[name]) for name in logs.keys() & results.keys())
+        return logs
+
+    def _results(
+        self, metrics: list[Any], numbers: list[Any], weights: list[Any]
+    ) -> dict[str, Any]:
+        """Return the results of metrics that have just been updated.
+
+        They are worked out from the totals and counts before, over all replicas: reading them
+        would be another reduction.
+        """
+        last = {metric.name: metric for metric in self._model.metrics}
+        sums: dict[str, tuple[Any, Any]] = {}
+        for (metric, _, _), (total, count), number, weight in zip(
+            self._tracked, metrics, numbers, weights
+        ):
+            if last.get(metric.name) is metric:
+                total, count = sums.get(metric.name, (total, count))
+                number, weight = tf.cast(number, total.dtype), tf.cast(weight, total.dtype)
+                sums[metric.name] = total + number * weight, count + weight
+        return {name: divided(total, count) for name, (total, count) in sums.items()}
