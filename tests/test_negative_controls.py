@@ -12,7 +12,7 @@ import tensorflow as tf
 from bigbatch.keras import hooks, runner
 from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.runner import Runner
-from bigbatch.tf import coupled, twice
+from bigbatch.tf import coupled, two_passes
 from bigbatch.tf import gradients as gradients_module
 from bigbatch.tf.buffers import GradientBuffer
 from bigbatch.tf.snapshot import Snapshot
@@ -31,11 +31,11 @@ def mean_of_means(monkeypatch):
 
 
 def missing_reset(monkeypatch):
-    monkeypatch.setattr(GradientBuffer, "reset", lambda self: None)
+    monkeypatch.setattr(GradientBuffer, "reset", lambda *_: None)
 
 
 def reset_times_zero(monkeypatch):
-    def reset(self):
+    def reset(self, kind=None):
         self._sum.assign(self._sum.read_value() * 0)
         if self.shape.rank:
             self._used.assign(0)
@@ -73,7 +73,7 @@ def test_the_contract_catches(mistake, check, monkeypatch):
 
 
 def random_state_not_replayed(monkeypatch):
-    monkeypatch.setattr(twice, "changed_in", lambda graph: [])
+    monkeypatch.setattr(two_passes, "changed_in", lambda graph: [])
 
 
 def temperature_gets_its_gradient_twice(monkeypatch):
@@ -138,9 +138,9 @@ def last_window_dropped(monkeypatch):
 def last_window_divided_by_its_nominal_length(monkeypatch):
     close = Runner.close
 
-    def nominal(self, sums, unit, known_count=None):
-        sums["samples"] = unit
-        return close(self, sums, unit, known_count)
+    def nominal(self, sums, unit, **options):
+        sums["samples"] = sums["mass"] = unit
+        return close(self, sums, unit, **options)
 
     monkeypatch.setattr(Runner, "close", nominal)
 

@@ -216,7 +216,7 @@ def test_micro_batches_communicate_nothing_and_updates_reduce_once(mirrored):
     assert communication(micro_batch.get_concrete_function(x, y)) == {}
     # Four variables and the weight: one packed reduction, in which each replica takes part.
     kinds = (1, 1, 1, 1)
-    update = accumulator._compiled_update.get_concrete_function(kinds)
+    update = accumulator._graph(accumulator._update, kinds).get_concrete_function()
     assert communication(update) == {"CollectiveReduceV2": mirrored.num_replicas_in_sync}
 
 

@@ -204,7 +204,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             self._graph(self._update, kinds, optimizers.settings(self._optimizer))()
         else:
             self._apply(self._graph(self._window.mean, kinds)())
-        self._window.open(length)
+        self._window.open(length, kinds)
 
     def _traced_update(self) -> Any:
         """Update inside the caller's graph, where what the window holds is not yet known.
@@ -224,8 +224,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         else:
             length = tf.constant(self._length_after(0))
         with tf.control_dependencies([length]):
-            self._graph(self._update, kinds, optimizers.settings(self._optimizer))()
-            self._window.open(length)
+            self._update(kinds)
+            self._window.open(length, kinds)
         return True
 
     def _unforeseen_update(self) -> Any:
@@ -243,7 +243,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             return True
 
         # What the window holds has to be there before Python looks at it.
-        with tf.control_dependencies(self._window.contents()):
+        with tf.control_dependencies([self._window.micro_batches()]):
             return tf.py_function(update, [], tf.bool)
 
     def _graph(
@@ -255,12 +255,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         """
         key = (function.__name__, kinds, settings)
         if key not in self._graphs:
-            # Not inlined: where a window is not full, every operation would be passed over.
-            self._graphs[key] = tf.function(
-                functools.partial(function, kinds),
-                autograph=False,
-                experimental_attributes={"_noinline": True},
-            )
+            self._graphs[key] = tf.function(functools.partial(function, kinds), autograph=False)
         return self._graphs[key]
 
     def _update(self, kinds: tuple[int, ...]) -> None:

@@ -37,14 +37,15 @@ def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any
     )
 
 
-def _add_to(variable: Any, value: Any) -> None:
+def _add_to(variable: Any, value: Any) -> Any:
+    """Add in place; return what is there when it is done."""
     if value.shape.rank is None or value.shape.rank > 2:
         # TensorFlow's constant folding breaks the gradient of a convolution that goes straight
         # into an assignment ("filter must be 4-dimensional"). A factor of one it cannot see
         # stands between them.
         one = tf.ones([], value.dtype)
         value = value * tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
-    variable.assign_add(value)
+    return variable.assign_add(value, read_value=False)
 
 
 class DenseSum:
@@ -143,10 +144,13 @@ class GradientBuffer:
             return gradient
         return tf.ensure_shape(gradient, self.shape)
 
-    def add(self, gradient: Any, weight: Any = None, window_length: Any = UNBOUNDED) -> None:
+    def add(self, gradient: Any, weight: Any = None, window_length: Any = UNBOUNDED) -> Any:
         """Add `weight * gradient`; a weight of zero adds nothing, even of a NaN.
 
         `window_length` is the variable that holds how many micro-batches a window has.
+
+        Returns:
+            In a graph, what is there when it is done.
         """
         rows = isinstance(gradient, tf.IndexedSlices)
         value = tf.cast(gradient.values if rows else gradient, self.dtype)
@@ -154,15 +158,13 @@ class GradientBuffer:
         if not rows and weight is not None and self.shape.num_elements() >= _LARGE:
             self.allocate()
             # Otherwise than with an assertion, a compiled function has no other way to skip.
-            tf.cond(weight > 0, lambda: self._add_times(value, weight), lambda: False)
-            return
+            return tf.cond(weight > 0, lambda: self._add_times(value, weight), lambda: False)
         if weight is not None:
             value = tf.math.multiply_no_nan(value, weight)
         if rows:
-            self._append(value, tf.cast(gradient.indices, tf.int64), window_length)
-        else:
-            self.allocate()
-            _add_to(self._sum, value)
+            return self._append(value, tf.cast(gradient.indices, tf.int64), window_length)
+        self.allocate()
+        return _add_to(self._sum, value)
 
     def _add_times(self, value: Any, weight: Any) -> bool:
         """Add `weight * value` in one pass over both; `multiply_no_nan` is far slower."""
@@ -205,15 +207,15 @@ class GradientBuffer:
         dense = tf.ensure_shape(self._sum.read_value(), self.shape)
         return tf.tensor_scatter_nd_add(dense, indices[:, tf.newaxis], values)
 
-    def contents(self) -> list[Any]:
-        """Return this replica's buffers, read as they are."""
-        rows = [self._values, self._indices, self._used] if self.shape.rank else []
-        return [variable.read_value() for variable in (self._sum, *rows)]
+    def reset(self, kind: int = DENSE | ROWS) -> None:
+        """Start over on this replica, from a sum of this kind.
 
-    def reset(self) -> None:
-        """Start over on this replica; a NaN does not survive, as it would `sum * 0`."""
-        self._sum.assign(tf.zeros_like(self._sum.read_value()))
-        self.forget_rows()
+        A NaN does not survive, as it would `sum * 0`.
+        """
+        if kind & DENSE:
+            self._sum.assign(tf.zeros_like(self._sum.read_value()))
+        if kind & ROWS:
+            self.forget_rows()
 
     def forget_rows(self) -> None:
         """Have no rows on this replica."""
@@ -233,7 +235,7 @@ class GradientBuffer:
         compiled = tf.cast(window_length, tf.int64) * self.rows_per_microbatch
         self._grow_to(self._used.read_value() + rows + compiled)
 
-    def _append(self, values: Any, indices: Any, window_length: Any) -> None:
+    def _append(self, values: Any, indices: Any, window_length: Any) -> Any:
         used = self._used.read_value()
         count = tf.shape(indices, tf.int64)[0]
         if under_xla():
@@ -241,11 +243,14 @@ class GradientBuffer:
         else:
             self.reserve(window_length, count)
         where = used + tf.range(count)
-        for variable, rows in ((self._values, values), (self._indices, indices)):
+        changes = [
             tf.raw_ops.ResourceScatterUpdate(
                 resource=variable.handle, indices=where, updates=rows
             )
-        self._used.assign_add(count)
+            for variable, rows in ((self._values, values), (self._indices, indices))
+        ]
+        with tf.control_dependencies(changes if not tf.executing_eagerly() else []):
+            return self._used.assign_add(count, read_value=False)
 
     def _prepare_compiled(self, rows: int | None, window_length: Any) -> None:
         """XLA cannot change the shape of a variable: make room while tracing."""

@@ -14,7 +14,7 @@ from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.buffers import GradientBuffer, local_variable
 from bigbatch.tf.compat import outside_strategy_scope
-from bigbatch.tf.values import ROWS, WEIGHT_DTYPE, as_gradient_of, kind_of
+from bigbatch.tf.values import DENSE, ROWS, WEIGHT_DTYPE, as_gradient_of, kind_of
 
 
 class GradientWindow:
@@ -39,7 +39,7 @@ class GradientWindow:
         # Reductions over replicas are packed only in a graph.
         self._compiled_sums = tf.function(self._sums, autograph=False)
         self._compiled_reset = tf.function(self._reset, autograph=False)
-        self._compiled_open = tf.function(self._open, autograph=False)
+        self._compiled_open: dict[tuple[int, ...], Any] = {}
         self._compiled_reserve = tf.function(self._reserve_rows, autograph=False)
 
     def refuse_replica_context(self, name: str) -> None:
@@ -92,11 +92,15 @@ class GradientWindow:
             if ensured is not given:
                 asserted.append(ensured.values if kind_of(ensured) == ROWS else ensured)
         with tf.control_dependencies(asserted):
-            for buffer, gradient in zip(self._buffers, gradients):
-                if gradient is not None:
-                    buffer.add(gradient, weight, self.length)
+            changes = [
+                buffer.add(gradient, weight, self.length)
+                for buffer, gradient in zip(self._buffers, gradients)
+                if gradient is not None
+            ]
             self._kinds.assign(tf.bitwise.bitwise_or(self._kinds.read_value(), list(kinds)))
             self._weight.assign_add(weight)
+        # Last: who reads it in a graph finds the micro-batch added.
+        with tf.control_dependencies([] if tf.executing_eagerly() else changes):
             self._micro_batches.assign_add(1)
 
     def total_weight(self) -> Any:
@@ -143,10 +147,6 @@ class GradientWindow:
         """Say whether the window holds just `kinds`, as a boolean tensor."""
         return tf.reduce_all(self.kinds() == list(kinds))
 
-    def contents(self) -> list[Any]:
-        """Return tensors that are there when every change of the window so far is made."""
-        return [tensor for buffer in self._buffers for tensor in buffer.contents()]
-
     def _on_each_replica(self, variable: Any) -> list[Any]:
         """Return the values of a variable on this replica, or on all of this process."""
         context = tf.distribute.get_replica_context()
@@ -165,10 +165,14 @@ class GradientWindow:
             for variable, value in zip(self._variables, sums)
         ]
 
-    def open(self, length: Any) -> None:
-        """Begin the next window, after an update."""
+    def open(self, length: Any, kinds: tuple[int, ...]) -> None:
+        """Begin the next window, after an update of one that held these kinds."""
+        if kinds not in self._compiled_open:
+            self._compiled_open[kinds] = tf.function(
+                functools.partial(self._open, kinds), autograph=False
+            )
         with outside_strategy_scope():
-            self._compiled_open(tf.convert_to_tensor(length, tf.int64))
+            self._compiled_open[kinds](tf.convert_to_tensor(length, tf.int64))
         self._reserve()
 
     def reset(self) -> None:
@@ -268,15 +272,17 @@ class GradientWindow:
 
         self.strategy.run(local)
 
-    def _open(self, length: Any) -> None:
-        self._reset()
+    def _open(self, kinds: tuple[int, ...], length: Any) -> None:
+        self._reset(kinds)
         self.updates.assign_add(1)
         self.length.assign(length)
 
-    def _reset(self) -> None:
+    def _reset(self, kinds: tuple[int, ...] | None = None) -> None:
         def local() -> None:
-            for buffer in self._buffers:
-                buffer.reset()
+            for buffer, kind in zip(
+                self._buffers, kinds or [DENSE | ROWS] * len(self._buffers)
+            ):
+                buffer.reset(kind)
             self._kinds.assign(tf.zeros_like(self._kinds.read_value()))
             self._weight.assign(0)
             self._micro_batches.assign(0)
