@@ -66,7 +66,9 @@ def run(settings: Settings) -> None:
         f"Micro-batches of {MICROBATCH}, Adam; the peak of an update beyond what is there "
         "before it. One step is that of a plain update with one micro-batch; beyond it, at the "
         "largest k. A gradient set of the embedding would be "
-        f"{TABLE[0] * TABLE[1] * 4 / MIB:.0f} MiB if it were dense."
+        f"{TABLE[0] * TABLE[1] * 4 / MIB:.0f} MiB if it were dense. Keras' own and the loop by "
+        "hand keep their sums from update to update: one dense gradient set more, which is "
+        "there before and not counted."
     ]
     write(settings, "memory", "Peak memory of an update", table(headings, rows), notes)
     plots.memory(steps, peaks, settings.results / "memory.png")

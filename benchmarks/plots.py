@@ -70,7 +70,8 @@ def growth(steps: Sequence[int], curves: dict[str, dict[str, list[float]]], path
 
 
 def memory(steps: Sequence[int], peaks: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Draw the peak memory of an update against k."""
+    """Draw the peak memory of an update against k; what is tiny says nothing."""
+    peaks = {work: of for work, of in peaks.items() if work != "tiny"} or peaks
     figure, every = plt.subplots(
         1, len(peaks), figsize=(3 * len(peaks) + 1, 3.4), layout="constrained", squeeze=False
     )
@@ -78,7 +79,7 @@ def memory(steps: Sequence[int], peaks: dict[str, dict[str, list[float]]], path:
         for name in (FULL_BATCH, KERAS, BY_HAND, WINDOW, SPLIT):
             axes.plot(steps, of[name], "o-", color=COLOURS[name], label=name)
         _over_k(axes, steps, work)
-        axes.set_yscale("log")
+        axes.set_ylim(bottom=0)
     every[0][0].set_ylabel("peak memory of an update (MiB)")
     every[0][0].legend(fontsize=8)
     _save(figure, path)

@@ -51,7 +51,8 @@ def run(settings: Settings) -> None:
         "Two `MultiWorkerMirroredStrategy` processes on 127.0.0.1, the wide net "
         f"({size / 2**20:.1f} MiB of gradients), micro-batches of 16 on each worker, in `fit`. "
         "Bytes are those of the loopback interface: both directions, headers, and what workers "
-        "tell each other besides."
+        "tell each other besides. Of the two reductions of `fit` one is of a single number: "
+        "TensorFlow's iterator asks whether any worker has data left."
     ]
     write(settings, "workers", "Past one machine", lines, notes)
 
