@@ -241,6 +241,95 @@ def check(number: int, strategy: Any = None) -> None:
         )
 
 
+class _Recorder:
+    """An optimizer that only keeps what it is given."""
+
+    gradients: Any = None
+
+    def apply_gradients(self, pairs: Any) -> None:
+        """Keep the gradients."""
+        self.gradients = [gradient for gradient, _ in pairs]
+
+
+def check_loop(number: int) -> None:
+    """Raise if a loss and gradients in a loop, eagerly, differ from those of the full batch.
+
+    A table, of which rows are taken, and some layers; a loss that is a mean over samples, or a
+    sum with its weight; micro-batches of any sizes.
+    """
+    draw, generator = random.Random(number), np.random.default_rng(number)
+    samples, width = draw.randint(1, 30), draw.randint(1, 5)
+    dtype = draw.choice((tf.float64, tf.float32))
+    table = tf.Variable(generator.normal(size=(6, width)), dtype=dtype)
+    weights = [
+        tf.Variable(generator.normal(size=(width, width)), dtype=dtype)
+        for _ in range(draw.randint(1, 3))
+    ]
+    unused = tf.Variable(tf.zeros([2], dtype))
+    variables = [table, *weights, unused]
+    activations = [draw.choice((tf.tanh, tf.nn.softplus, tf.identity)) for _ in weights]
+    is_sum, is_nested = draw.random() < 0.5, draw.random() < 0.5
+    ids = tf.constant(generator.integers(0, 6, (samples, 3)))
+    mask = generator.random((samples, 3)) < 0.7
+    mask[0, 0] = True
+    mask = tf.constant(mask, dtype)
+    y = tf.constant(generator.normal(size=(samples, 3, width)), dtype)
+
+    def loss_fn(ids: Any, y: Any, mask: Any) -> Any:
+        hidden = tf.gather(table, ids)
+        for weight, activation in zip(weights, activations):
+            hidden = activation(tf.einsum("ntw,wv->ntv", hidden, weight))
+        error = tf.reduce_mean(tf.square(hidden - y), -1)
+        if is_sum:
+            return tf.reduce_sum(error * mask), tf.reduce_sum(mask)
+        return tf.reduce_mean(error)
+
+    def mean(*batch: Any) -> Any:
+        loss = loss_fn(*batch)
+        return loss[0] / loss[1] if is_sum else loss
+
+    with tf.GradientTape() as tape:
+        expected = mean(ids, y, mask)
+    gradients = tape.gradient(expected, variables)
+    batch = (ids, y, mask)
+    function: Any = loss_fn
+    if is_nested:
+        batch = ({"ids": ids, "rest": [y, mask]},)
+        function = lambda part: loss_fn(part["ids"], *part["rest"])  # noqa: E731
+    size = draw.randint(1, samples)
+    value, found = bigbatch.value_and_gradients(
+        function, variables, batch, microbatch_size=size
+    )
+    tolerance = 1e-12 if dtype == tf.float64 else 2e-5  # of numbers of the order of one
+    np.testing.assert_allclose(value, expected, rtol=tolerance, err_msg=str(number))
+    _compare(found, gradients, tolerance, number)
+
+    recorder = _Recorder()
+    accumulator = bigbatch.GradientAccumulator(recorder, variables)
+    start = 0
+    while start < samples:
+        rows = slice(start, start + draw.randint(1, samples))
+        start = rows.stop
+        with tf.GradientTape() as tape:
+            loss = loss_fn(ids[rows], y[rows], mask[rows])
+            weight = loss[1] if is_sum else tf.shape(ids[rows])[0]
+            loss = tf.math.divide_no_nan(loss[0], loss[1]) if is_sum else loss
+        accumulator.accumulate(tape.gradient(loss, variables), weight=weight)
+    accumulator.flush()
+    _compare(recorder.gradients, gradients, tolerance, number)
+
+
+def _compare(found: list[Any], expected: list[Any], tolerance: float, number: int) -> None:
+    for one, two in zip(found, expected):
+        assert type(one) is type(two), number  # rows stay rows, None stays None
+        if two is not None:
+            one, two = tf.convert_to_tensor(one), tf.convert_to_tensor(two)
+            largest = max(1.0, float(tf.reduce_max(tf.abs(two))))
+            np.testing.assert_allclose(
+                one, two, rtol=0, atol=tolerance * largest, err_msg=str(number)
+            )
+
+
 def _use(dtype: str) -> None:
     keras.config.set_floatx(dtype)
     keras.config.set_dtype_policy(dtype)
@@ -259,6 +348,7 @@ def main() -> int:
     number, failed = options.seed, []
     while time.monotonic() < end:
         try:
+            check_loop(number)
             check(number, strategy)
         except Exception as error:
             failed.append(number)

@@ -24,6 +24,12 @@ def test_random_cases_equal_the_full_batch(first, mirrored):
         fuzz.check(number, mirrored)
 
 
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_random_losses_in_loops_equal_the_full_batch(first):
+    for number in range(first, first + 50):
+        fuzz.check_loop(number)
+
+
 def test_a_mistake_is_found(monkeypatch):
     """The mean of means: every micro-batch counts the same."""
     monkeypatch.setattr(
