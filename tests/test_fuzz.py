@@ -8,7 +8,7 @@ import fuzz
 from bigbatch.keras import runner
 from bigbatch.tf.batch import sample_count
 
-CASES, PER_TEST, IN_CI = 240, 10, 40
+CASES, PER_TEST, IN_CI = 240, 10, 20
 
 
 @pytest.mark.slow
@@ -36,10 +36,10 @@ def test_a_mistake_is_found(monkeypatch):
         runner, "sample_count", lambda data: fuzz.tf.ones_like(sample_count(data))
     )
     found = 0
-    for number in range(12):
+    for number in range(8):
         if fuzz.Case(number).options["run"] == "eager":
             try:
                 fuzz.check(number)
             except AssertionError:
                 found += 1
-    assert found > 2
+    assert found > 1

@@ -40,7 +40,7 @@ def test_value_and_gradients_takes_one_microbatch_and_one_gradient_set(model):
 @pytest.mark.parametrize(
     "model",
     [
-        "fit_parameter_bound",
+        pytest.param("fit_parameter_bound", marks=pytest.mark.matrix),  # takes a minute
         pytest.param("fit_activation_bound", marks=pytest.mark.matrix),  # takes 40 s
     ],
 )

@@ -106,6 +106,7 @@ def test_a_number_is_obeyed_and_its_failure_suggests_one_that_fits():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # takes a minute; what it shows is tested without a limit, too
 def test_a_longer_batch_later_is_run_again_with_smaller_micro_batches():
     expected = probe("longer_later", "null")
     assert probe("longer_later", "null", 60)["error"] == "ResourceExhaustedError"
@@ -116,6 +117,7 @@ def test_a_longer_batch_later_is_run_again_with_smaller_micro_batches():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_with_memory_enough_auto_is_the_whole_batch():
     result = probe("convolutional", json.dumps(AUTO))
     assert result["size"] == 512
@@ -123,6 +125,7 @@ def test_with_memory_enough_auto_is_the_whole_batch():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_when_one_sample_does_not_fit_an_error_says_how_much_is_missing():
     result = probe("too_large", json.dumps(AUTO), 60)
     assert result["error"] == "ContextError"

@@ -47,7 +47,7 @@ def probe(*arguments, limit=None):
     [
         pytest.param("convolutional", 1024, marks=pytest.mark.matrix),  # takes a minute
         pytest.param("transformer", 512, marks=pytest.mark.matrix),  # takes 30 s
-        ("perceptron", 16384),
+        pytest.param("perceptron", 16384, marks=pytest.mark.matrix),  # takes 20 s
     ],
 )
 def test_four_times_the_size_is_predicted_to_5_percent(model, batch):

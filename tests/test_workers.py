@@ -37,7 +37,7 @@ def test_when_a_worker_dies_none_is_left_behind():
 def test_fit_on_two_workers_equals_the_full_batch_on_one_device():
     outputs = [json.loads(output.splitlines()[-1]) for output in run_workers("fit.py")]
     coupled = [("metrics", COUPLED_CASES["metrics"])]
-    plain = [(name, CASES[name]) for name in ("dense", "two outputs", "own train_step")]
+    plain = [(name, CASES[name]) for name in ("two outputs", "own train_step")]
     for name, case in (*plain, *coupled):
         model, history = case.train(batch_size=20)
         logs = model.evaluate(case.x, case.y, verbose=0, return_dict=True)

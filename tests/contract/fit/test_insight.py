@@ -186,7 +186,7 @@ def test_replicas_are_more_micro_batches(mirrored):
     assert history.history["effective_batch_size"] == [30]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["dense", "two outputs", "own train_step"])
 def test_training_is_the_same_with_and_without(name, mode):
     case = CASES[name]

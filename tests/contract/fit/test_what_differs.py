@@ -61,7 +61,7 @@ def test_pooled_statistics_are_those_of_the_full_batch(kind, mode):
     assert np.max(np.abs(np.mean(micro, 0) / np.var(X[:BATCH], 0) - 1)) > 1e-3
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["default", "synchronized"])
 def test_on_two_replicas(kind, mode, mirrored):
     case = Case(lambda: model_of(KINDS[kind]()), x=X, fit=EPOCHS)
