@@ -146,7 +146,7 @@ import nbclient, nbformat
 
 notebook = nbformat.read(sys.argv[1], 4)
 nbclient.NotebookClient(notebook, timeout=200).execute()
-assert all(cell.outputs for cell in notebook.cells[-1:] if cell.cell_type == "code")
+print(sum(bool(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"))
 """
 
 
@@ -155,7 +155,9 @@ assert all(cell.outputs for cell in notebook.cells[-1:] if cell.cell_type == "co
     "path", sorted(ROOT.glob("examples/notebooks/*.ipynb")), ids=lambda path: path.name
 )
 def test_notebooks_run(path, tmp_path):
-    run("-c", EXECUTE, str(path), directory=tmp_path)
+    assert (
+        int(run("-c", EXECUTE, str(path), directory=tmp_path)) >= 4
+    )  # cells that say something
 
 
 def test_documents_name_no_machine():
