@@ -157,7 +157,7 @@ class GradientBuffer:
         weight = weight if weight is None else tf.cast(weight, self.dtype)
         if not rows and weight is not None and self.shape.num_elements() >= _LARGE:
             self.allocate()
-            # Otherwise than with an assertion, a compiled function has no other way to skip.
+            # A weight of zero is skipped: times zero, a NaN would stay one.
             return tf.cond(weight > 0, lambda: self._add_times(value, weight), lambda: False)
         if weight is not None:
             value = tf.math.multiply_no_nan(value, weight)
