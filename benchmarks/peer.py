@@ -1,4 +1,9 @@
-"""gradient-accumulator 0.5.2, in a virtual environment of its own with its old TensorFlow."""
+"""gradient-accumulator 0.5.2, in a virtual environment of its own with its old TensorFlow.
+
+    python -m benchmarks.peer script.py
+
+runs a script there.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +21,30 @@ from benchmarks.measuring import Settings, ratio, table, write
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = ROOT / "build" / "peer"
 PACKAGES = ["gradient-accumulator==0.5.2", "tensorflow-cpu==2.13.1", "numpy<1.25"]
+PYTHON = (3, 11)
+"""The last one that this TensorFlow installs with."""
+
+
+def interpreter() -> str:
+    """Return the Python of the environment, which is set up the first time.
+
+    Raises:
+        FileNotFoundError: if there is no Python to set it up with.
+        subprocess.CalledProcessError: if it does not install.
+    """
+    python = str(ENVIRONMENT / "bin" / "python")
+    if (ENVIRONMENT / "installed").exists():
+        return python
+    name = "python{}.{}".format(*PYTHON)
+    base = sys.executable if sys.version_info[:2] == PYTHON else shutil.which(name)
+    if base is None:
+        raise FileNotFoundError(f"{PACKAGES[1]} needs {name}, which is not installed here")
+    print(f"setting up {' '.join(PACKAGES)} (a few minutes)", flush=True)
+    shutil.rmtree(ENVIRONMENT, ignore_errors=True)
+    subprocess.run([base, "-m", "venv", str(ENVIRONMENT)], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+    (ENVIRONMENT / "installed").touch()
+    return python
 
 
 def run(settings: Settings) -> None:
@@ -23,18 +52,13 @@ def run(settings: Settings) -> None:
     if settings.is_smoke:
         print("skipped: it needs an environment of its own; run without --smoke")
         return
-    python = ENVIRONMENT / "bin" / "python"
-    if not (ENVIRONMENT / "installed").exists():
-        print(f"setting up {' '.join(PACKAGES)} (a few minutes)", flush=True)
-        shutil.rmtree(ENVIRONMENT, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", *PACKAGES]
-        if subprocess.run(install, check=False).returncode:
-            print("skipped: it does not install with this Python")
-            return
-        (ENVIRONMENT / "installed").touch()
+    try:
+        python = interpreter()
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        print(f"skipped: {error}")
+        return
     found = subprocess.run(
-        [str(python), str(Path(__file__).with_name("old_stack.py")), str(settings.rounds)],
+        [python, str(Path(__file__).with_name("old_stack.py")), str(settings.rounds)],
         stdout=subprocess.PIPE,
         check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -51,3 +75,17 @@ def run(settings: Settings) -> None:
     ]
     lines = table(("work", "time per update, to the full batch"), rows)
     write(settings, "peer", "gradient-accumulator", lines, notes)
+
+
+def main() -> int:
+    """Run a script in the environment; say so if there is no Python for it."""
+    try:
+        python = interpreter()
+    except FileNotFoundError as error:
+        print(f"skipped: {error}")
+        return 0
+    return subprocess.run([python, *sys.argv[1:]], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

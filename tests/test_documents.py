@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from workers.cluster import run_workers
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FOR_THE_MATRIX = {
@@ -26,7 +28,7 @@ EXAMPLES = [
 ]
 
 
-def run(*arguments: str, directory: Path | None = None) -> str:
+def run(*arguments: str, directory: Path | None = None, timeout: float = 300) -> str:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "MPLBACKEND": "agg"}
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -34,26 +36,45 @@ def run(*arguments: str, directory: Path | None = None) -> str:
         cwd=directory,
         env=environment,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def blocks(path: Path) -> str:
+ON_WORKERS = "tf.distribute.MultiWorkerMirroredStrategy()"
+ON_THE_OLD_STACK = "from gradient_accumulator import"
+"""What is in a block that needs several processes, or another TensorFlow: run by itself."""
+
+
+def blocks(text: str) -> list[str]:
+    """Return the Python blocks of a document."""
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def openings(text: str) -> list[str]:
+    """Return the lines that open a block of Python, in whatever way."""
+    return re.findall(r"^[^\w\n]*(?:```|~~~)[^\w\n]*i?py.*$", text, re.I | re.M)
+
+
+def program(path: Path) -> str:
     """Return the Python blocks of a document, which build on each other, as one program."""
-    return "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+    return "\n".join(
+        block
+        for block in blocks(path.read_text())
+        if ON_WORKERS not in block and ON_THE_OLD_STACK not in block
+    )
 
 
 ALONE = [
     path
     for path in DOCUMENTS
     if path.name == "README.md"
-    or re.search(r"\bset_(logical|floatx|dtype|global)", blocks(path))
+    or re.search(r"\bset_(logical|floatx|dtype|global)", program(path))
 ]
 """Those that change what holds for the whole process, and the README."""
-TOGETHER = [path for path in DOCUMENTS if blocks(path) and path not in ALONE]
+TOGETHER = [path for path in DOCUMENTS if program(path) and path not in ALONE]
 """Run one after the other in one process: TensorFlow takes seconds to start."""
 ONE_BY_ONE = """
 import runpy, sys
@@ -76,13 +97,55 @@ def test_code_in_documents_runs_and_prints_what_they_say(paths, tmp_path):
     programs = []
     for path in paths:
         programs.append(str(tmp_path / f"{path.stem}.py"))
-        Path(programs[-1]).write_text(blocks(path))
+        Path(programs[-1]).write_text(program(path))
     output = run("-c", ONE_BY_ONE, *programs)
-    for path, program in zip(paths, programs):
-        printed = output.split(f"{program}\n")[1].split("\ndone\n")[0]
+    for path, name in zip(paths, programs):
+        printed = output.split(f"{name}\n")[1].split("\ndone\n")[0]
         lines = re.findall(r"^bigbatch: .*$", path.read_text(), re.MULTILINE)
         assert lines or path.name != "README.md"
         assert [line for line in lines if line not in printed] == []
+
+
+@pytest.mark.slow
+def test_code_for_many_machines_runs_on_two_workers(tmp_path):
+    scripts = [block for path in DOCUMENTS for block in blocks(path.read_text())]
+    (script,) = [block for block in scripts if ON_WORKERS in block]
+    (tmp_path / "train.py").write_text(script)
+    outputs = run_workers(str(tmp_path / "train.py"))
+    losses = [re.findall(r"loss: (\d\.\d+)", output)[-1] for output in outputs]
+    assert losses[0] == losses[1]  # each logs that of all samples
+
+
+@pytest.mark.slow
+@pytest.mark.matrix  # sets up an environment: minutes the first time
+def test_code_for_gradient_accumulator_runs_with_it(tmp_path):
+    """And leaves the last window out, as the document says."""
+    documents = [blocks(path.read_text()) for path in DOCUMENTS]
+    (document,) = [parts for parts in documents if ON_THE_OLD_STACK in "".join(parts)]
+    (index,) = [i for i, block in enumerate(document) if ON_THE_OLD_STACK in block]
+    parts = [*document[: index + 1], "print('updates:', int(model.optimizer.iterations))"]
+    (tmp_path / "before.py").write_text("\n".join(parts))
+    script = str(tmp_path / "before.py")
+    output = run("-m", "benchmarks.peer", script, directory=ROOT, timeout=1800)
+    if output.startswith("skipped"):
+        pytest.skip(output)
+    assert output.splitlines()[-1] == "updates: 2"
+
+
+def test_no_code_is_left_out():
+    others = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    for path in {*DOCUMENTS, *others}:
+        text = path.read_text()
+        assert len(openings(text)) == len(blocks(text)), path
+        assert path in DOCUMENTS or not blocks(text), path
+
+
+@pytest.mark.parametrize(
+    "opening", ["```py", "``` python", "```pycon", "~~~python", "- ```python", "```{.python}"]
+)
+def test_code_that_is_left_out_is_found(opening):
+    text = f"```python\nx = 1\n```\n\n{opening}\nx = 2\n{opening[:3]}\n"
+    assert len(openings(text)) > len(blocks(text))
 
 
 @pytest.mark.slow
@@ -92,7 +155,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 def test_readme_has_code():
-    assert "bigbatch.GradientAccumulator" in blocks(ROOT / "README.md")
+    assert "bigbatch.GradientAccumulator" in program(ROOT / "README.md")
 
 
 def test_links_of_the_readme_lead_somewhere():

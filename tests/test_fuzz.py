@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 import fuzz
 from bigbatch.keras import runner
 from bigbatch.tf.batch import sample_count
 
-CASES, PER_TEST, IN_CI = 240, 10, 20
+MODELS, PER_TEST, IN_CI = 240, 10, 20
+"""Models; each is one case, or several: see `fuzz.PARTS`. In CI they are 60."""
 
 
 @pytest.mark.slow
@@ -16,10 +19,10 @@ CASES, PER_TEST, IN_CI = 240, 10, 20
     "first",
     [
         pytest.param(first, marks=[pytest.mark.matrix] if first >= IN_CI else [])
-        for first in range(0, CASES, PER_TEST)
+        for first in range(0, MODELS, PER_TEST)
     ],
 )
-def test_random_cases_equal_the_full_batch(first, mirrored):
+def test_random_models_equal_the_full_batch(first, mirrored):
     for number in range(first, first + PER_TEST):
         fuzz.check(number, mirrored)
 
@@ -35,11 +38,10 @@ def test_a_mistake_is_found(monkeypatch):
     monkeypatch.setattr(
         runner, "sample_count", lambda data: fuzz.tf.ones_like(sample_count(data))
     )
-    found = 0
-    for number in range(8):
-        if fuzz.Case(number).options["run"] == "eager":
-            try:
-                fuzz.check(number)
-            except AssertionError:
-                found += 1
-    assert found > 1
+    found = []
+    for number in (0, 1, 3, 6):
+        with contextlib.suppress(AssertionError):
+            fuzz.check(number)
+            continue
+        found.append(fuzz.Case(number).options["run"])
+    assert set(found) == {"eager", "graph"}
