@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all check figures bench bench-smoke docs fuzz format clean
+.PHONY: demo test test-all matrix check figures bench bench-smoke docs fuzz format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -15,6 +15,11 @@ test: .venv/installed ## run the tests
 test-all: .venv/installed ## run the tests, and the matrix of more cases
 	@echo "== All tests"
 	@$(BIN)/python -m pytest -n 2
+
+ROWS ?=
+matrix: .venv/installed ## the contract tests on every supported TensorFlow; ROWS="tf2.10 tf2.15" for some
+	@echo "== Matrix"
+	@$(BIN)/python tests/matrix.py $(ROWS)
 
 check: .venv/installed ## what CI runs: format, lint, types, tests
 	@echo "== Format"
@@ -53,4 +58,6 @@ clean: ## remove the virtual environment and what tools leave behind
 	@echo "== Setting up .venv with the tested versions (a few minutes the first time)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@# By itself: it asks for a second TensorFlow next to tensorflow-cpu.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tf_keras
 	@touch $@

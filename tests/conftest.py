@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras
 import pytest
 import tensorflow as tf
+
+from stack import IS_KERAS_3, keras
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
@@ -30,6 +31,16 @@ def mirrored() -> tf.distribute.Strategy:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     keras.utils.set_random_seed(0)
+
+
+@pytest.fixture
+def repeatable():
+    """Random layers have state that can be put back: in Keras 2 if they are asked to."""
+    if not IS_KERAS_3:
+        keras.backend.experimental.enable_tf_random_generator()
+    yield
+    if not IS_KERAS_3:
+        keras.backend.experimental.disable_tf_random_generator()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -21,6 +20,8 @@ from fit_cases import (
     scalar_loss,
     two_outputs,
 )
+
+from stack import keras
 
 layers = keras.layers
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Callable
 
-import keras
 import numpy as np
 import tensorflow as tf
+
+from stack import HAS_LEGACY, IS_KERAS_3, keras, new_optimizers
 
 # Rounding only: float64 has 16 digits, float32 seven; several Adam updates multiply the
 # difference by about ten. Every mistake this suite knows is larger by orders of magnitude.
@@ -71,23 +73,51 @@ def embedding_problem(dtype: str = "float64", samples: int = 24, rows: int = 30)
 def optimizers() -> dict[str, Callable[[], Any]]:
     """Optimizers in which a second, missing or mis-scaled update shows at once."""
     schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
-    return {
-        "sgd": lambda: keras.optimizers.SGD(schedule, momentum=0.9, clipnorm=0.05),
-        "adam": lambda: keras.optimizers.Adam(
+    new = new_optimizers()
+    kinds: dict[str, Callable[[], Any]] = {
+        "sgd": lambda: new.SGD(schedule, momentum=0.9, clipnorm=0.05),
+        "adam": lambda: new.Adam(
             schedule, global_clipnorm=0.02, use_ema=True, ema_overwrite_frequency=2
         ),
-        "adamw": lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, clipvalue=0.01),
+        "adamw": lambda: new.AdamW(0.05, weight_decay=0.1, clipvalue=0.01),
+        "v1 adam": lambda: tf.compat.v1.train.AdamOptimizer(0.05),
+        "v1 momentum": lambda: tf.compat.v1.train.MomentumOptimizer(0.05, 0.9),
     }
+    if HAS_LEGACY:
+        legacy = keras.optimizers.legacy
+        kinds["legacy sgd"] = lambda: legacy.SGD(schedule, momentum=0.9, clipnorm=0.05)
+        kinds["legacy adam"] = lambda: legacy.Adam(schedule, global_clipnorm=0.02)
+    return kinds
+
+
+def variables_for(optimizer: Any, model: Any) -> list[Any]:
+    """Return the trainable variables of a model, as this optimizer takes them.
+
+    Those of TensorFlow 1 take a `tf.Variable` only, not one of Keras 3 around it.
+    """
+    if IS_KERAS_3 and isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        return [variable.value for variable in model.trainable_variables]
+    return model.trainable_variables
+
+
+def updates_of(optimizer: Any, otherwise: int) -> int:
+    """Return how many updates an optimizer counts, if it does."""
+    counted = getattr(optimizer, "iterations", None)
+    return otherwise if counted is None else int(counted.numpy())
 
 
 def built_in_optimizers() -> dict[str, Callable[[], Any]]:
     """Return a function that makes each of the optimizers that Keras has."""
+    modules = {"": new_optimizers()}
+    if HAS_LEGACY:
+        modules["legacy "] = keras.optimizers.legacy
     kinds: dict[str, Any] = {
-        name: kind
-        for name, kind in vars(keras.optimizers).items()
-        if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer)
+        prefix + name: kind
+        for prefix, module in modules.items()
+        for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, module.Optimizer)
+        if name not in ("Optimizer", "LossScaleOptimizer")  # abstract; tested by itself
     }
-    del kinds["Optimizer"], kinds["LossScaleOptimizer"]  # abstract; tested by itself
     if "MultiOptimizer" in kinds:
         kinds["MultiOptimizer"] = lambda: keras.optimizers.MultiOptimizer(
             keras.optimizers.OptimizerMap(
@@ -97,15 +127,35 @@ def built_in_optimizers() -> dict[str, Callable[[], Any]]:
     return kinds
 
 
-def train_full_batch(problem: Problem, make_optimizer: Callable[[], Any], updates: int) -> Any:
+def v1_optimizers() -> dict[str, Callable[[], Any]]:
+    """Return a function that makes each of the optimizers of TensorFlow 1."""
+    train = tf.compat.v1.train
+    kinds: dict[str, Any] = {
+        f"v1 {name}": functools.partial(kind, 0.01)
+        for name, kind in vars(train).items()
+        if isinstance(kind, type) and issubclass(kind, train.Optimizer)
+    }
+    for name in ("Optimizer", "SyncReplicasOptimizer", "AdagradDAOptimizer"):
+        del kinds[f"v1 {name}"]  # abstract; for graphs without eager code
+    kinds["v1 MomentumOptimizer"] = lambda: train.MomentumOptimizer(0.01, 0.9)
+    return kinds
+
+
+def train_full_batch(
+    problem: Problem,
+    make_optimizer: Callable[[], Any],
+    updates: int,
+    before_update: Callable[[Any, int], None] = lambda optimizer, update: None,
+) -> Any:
     """Return the model after plain training: the reference of every equality test."""
     model, optimizer = problem.build(make_optimizer)
-    for _ in range(updates):
+    for update in range(updates):
+        before_update(optimizer, update)
         with tf.GradientTape() as tape:
             loss = problem.mean_loss(model, problem.x, problem.y)
-        variables = model.trainable_variables
+        variables = variables_for(optimizer, model)
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
-    assert int(optimizer.iterations.numpy()) == updates
+    assert updates_of(optimizer, updates) == updates
     return model
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import bigbatch
 from bigbatch.errors import ArgumentError
+
+from stack import keras, new_optimizers
 
 
 def check(error, received, fix=""):
@@ -128,7 +129,7 @@ def test_optimizer_without_apply_gradients():
 
 def test_variables_that_are_not_the_optimizers():
     known, unknown = tf.Variable(1.0, name="known"), tf.Variable(1.0, name="unknown")
-    optimizer = keras.optimizers.SGD()
+    optimizer = new_optimizers().SGD()
     optimizer.build([known])
     with pytest.raises(ArgumentError) as error:
         bigbatch.GradientAccumulator(optimizer, [known, unknown])

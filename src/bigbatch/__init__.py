@@ -48,6 +48,13 @@ _HOMES = {
     "verify": "bigbatch.diagnostics.verify",
 }
 
+_WITHOUT_FRAMEWORK = {
+    "bigbatch.core.noise",
+    "bigbatch.core.schedules",
+    "bigbatch.diagnostics.verification",
+    "bigbatch.planner.plan",
+}
+
 __all__ = [
     "GradientAccumulator",
     "Monitor",
@@ -72,19 +79,29 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bigbatch' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        value = getattr(importlib.import_module(_home(name)), name)
     except ModuleNotFoundError as error:
         if error.name not in ("tensorflow", "keras"):
             raise
         raise MissingFrameworkError(
             explain(
                 received=f"bigbatch.{name} where TensorFlow or Keras is not installed",
-                expected="TensorFlow 2.16 or newer with Keras 3 in this environment",
+                expected="TensorFlow 2.10 or newer in this environment, with its Keras",
                 fix="pip install 'bigbatch[tensorflow]'",
             )
         ) from error
     globals()[name] = value
     return value
+
+
+def _home(name: str) -> str:
+    """Return the module that has `name`, for the TensorFlow that is installed."""
+    home = _HOMES[name]
+    if home in _WITHOUT_FRAMEWORK:
+        return home
+    is_one = importlib.import_module("bigbatch.core.versions").is_one
+    tensorflow = importlib.import_module("tensorflow")
+    return "bigbatch.tf.eager1" if is_one(name, tensorflow.__version__) else home
 
 
 def __dir__() -> list[str]:

@@ -31,6 +31,10 @@ class MissingFrameworkError(BigbatchError, ImportError):
     """TensorFlow is needed and is not installed."""
 
 
+class UnsupportedVersionError(BigbatchError, ImportError):
+    """TensorFlow is installed in a version that does not have what is needed."""
+
+
 def explain(*, received: str, expected: str, fix: str) -> str:
     """Return an error text in the three parts that every bigbatch error has."""
     return f"Received: {received}\nExpected: {expected}\nFix: {fix}"

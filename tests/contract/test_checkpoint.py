@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,6 +14,7 @@ import tensorflow as tf
 import bigbatch
 
 from problems import TOLERANCE, cut, embedding_problem, optimizers, train_full_batch
+from stack import keras
 
 
 def accumulate(problem, model, accumulator, parts):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any, Callable
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -23,7 +22,9 @@ from problems import (
     largest_difference,
     optimizers,
     train_full_batch,
+    variables_for,
 )
+from stack import keras
 
 PARTITIONS = {
     "equal": [6, 6, 6, 6],
@@ -35,11 +36,13 @@ PARTITIONS = {
 UPDATES = 4
 
 
-def accumulate_eagerly(problem: Problem, model: Any, accumulator: Any) -> Callable[..., Any]:
+def accumulate_eagerly(
+    problem: Problem, model: Any, accumulator: Any, variables: list[Any]
+) -> Callable[..., Any]:
     def micro_batch(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
             loss = problem.mean_loss(model, x, y)
-        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients = tape.gradient(loss, variables)
         accumulator.accumulate(gradients, weight=tf.shape(x)[0])
 
     return micro_batch
@@ -65,10 +68,11 @@ def test_accumulator(make_problem, dtype, optimizer, partition, loop):
     problem, sizes = make_problem(dtype), PARTITIONS[partition]
     expected = train_full_batch(problem, optimizers()[optimizer], UPDATES)
     model, optimizer = problem.build(optimizers()[optimizer])
+    variables = variables_for(optimizer, model)
     accumulator = bigbatch.GradientAccumulator(
-        optimizer, model.trainable_variables, accumulation_steps=len(sizes)
+        optimizer, variables, accumulation_steps=len(sizes)
     )
-    micro_batch = LOOPS[loop](accumulate_eagerly(problem, model, accumulator))
+    micro_batch = LOOPS[loop](accumulate_eagerly(problem, model, accumulator, variables))
     for _ in range(UPDATES):
         updated = []
         for x, y in cut(problem, sizes):
@@ -78,16 +82,19 @@ def test_accumulator(make_problem, dtype, optimizer, partition, loop):
     assert largest_difference(model, expected) <= TOLERANCE[dtype]
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("optimizer", optimizers())
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("make_problem", [dense_problem, embedding_problem])
-def test_accumulator_with_the_whole_loop_in_one_graph(make_problem, partition):
+def test_accumulator_with_the_whole_loop_in_one_graph(make_problem, partition, optimizer):
     problem, sizes = make_problem(), PARTITIONS[partition]
-    expected = train_full_batch(problem, optimizers()["adam"], UPDATES)
-    model, optimizer = problem.build(optimizers()["adam"])
+    expected = train_full_batch(problem, optimizers()[optimizer], UPDATES)
+    model, optimizer = problem.build(optimizers()[optimizer])
+    variables = variables_for(optimizer, model)
     accumulator = bigbatch.GradientAccumulator(
-        optimizer, model.trainable_variables, accumulation_steps=len(sizes)
+        optimizer, variables, accumulation_steps=len(sizes)
     )
-    accumulate = accumulate_eagerly(problem, model, accumulator)
+    accumulate = accumulate_eagerly(problem, model, accumulator, variables)
     updated = tf.Variable(0)
 
     @tf.function(reduce_retracing=True)

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from bigbatch.core.window import AccumulationSteps, is_full, window_length
 from bigbatch.errors import ContextError, explain
-from bigbatch.tf import optimizers
 from bigbatch.tf.checks import checked_gradients, checked_variables, checked_weight
 from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.optimizers import adapted
 from bigbatch.tf.window import GradientWindow
 
 _unconverted = tf.autograph.experimental.do_not_convert
@@ -41,16 +41,18 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     - `tf.nn.compute_average_loss(per_sample, global_batch_size=n)`, n counting the
       micro-batch on all replicas: differentiate `loss * replicas`; `weight=n / replicas`.
 
-    With a `LossScaleOptimizer` differentiate `optimizer.scale_loss(loss)` and pass the
-    scaled gradients: an infinity or NaN in any micro-batch on any replica skips the whole
-    update and lowers the scale.
+    Pass what `optimizer.apply_gradients` would get. With a `LossScaleOptimizer` of Keras 3
+    these are the gradients of `optimizer.scale_loss(loss)`, scaled; with one of Keras 2 those
+    of `optimizer.get_scaled_loss(loss)` after `optimizer.get_unscaled_gradients`. An infinity
+    or NaN in any micro-batch on any replica skips the whole update and lowers the scale.
 
     It can be saved in the middle of a window: `tf.train.Checkpoint(accumulator=accumulator)`.
 
     Args:
-        optimizer: a Keras optimizer, or any object with `apply_gradients(pairs)`. It is not
-            changed; a Keras optimizer is built if it is not yet. Keras optimizers are run in
-            a graph, other objects as plain Python.
+        optimizer: an optimizer of Keras 3, `tf_keras` or `tf.keras`, `legacy` ones too, a
+            `tf.compat.v1.train.Optimizer`, or any object with `apply_gradients(pairs)`. It is
+            not changed, but its state is created if it is not yet. Those of Keras are run in
+            a graph, others as plain Python, unless the calling code is in a graph itself.
         variables: the variables to update, in the order of the gradients.
         accumulation_steps: micro-batches per update: a positive integer, a function from
             the number of updates made to one (a batch-size schedule), or `None`: only
@@ -82,9 +84,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     ) -> None:
         first_length = window_length(accumulation_steps, updates=0)
         self._accumulation_steps = accumulation_steps
-        self._optimizer = optimizer
         self._variables = checked_variables(variables)
-        optimizers.prepare(optimizer, self._variables)
+        self._optimizer = adapted(optimizer, self._variables)
         self._window = GradientWindow(self._variables, first_length)
         self._graphs: dict[Any, Any] = {}
 
@@ -199,9 +200,9 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         # A schedule that returns nonsense raises here, before anything has changed.
         length = self._length_after(int(self._window.updates.numpy()) + 1)
         kinds = self._window.kinds_now()
-        if optimizers.is_keras(self._optimizer):
+        if self._optimizer.is_traced:
             # A change of the optimizer's settings calls for a new trace.
-            self._graph(self._update, kinds, optimizers.settings(self._optimizer))()
+            self._graph(self._update, kinds, self._optimizer.settings())()
         else:
             self._apply(self._graph(self._window.mean, kinds)())
         self._window.open(length, kinds)
@@ -261,8 +262,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     def _update(self, kinds: tuple[int, ...]) -> None:
         self._apply(self._window.mean(kinds))
 
-    def _apply(self, gradients: Iterable[Any]) -> None:
-        self._optimizer.apply_gradients(list(zip(gradients, self._variables)))
+    def _apply(self, gradients: list[Any]) -> None:
+        self._optimizer.apply(self._window.strategy, gradients)
 
     def _length_after(self, updates: Any) -> Any:
         return np.int64(window_length(self._accumulation_steps, int(updates)))

@@ -127,12 +127,6 @@ class GradientBuffer:
             self._indices = local_variable(tf.zeros([0], tf.int64), tf.TensorShape([None]))
             self._used = local_variable(tf.zeros([], tf.int64))
 
-    def fits(self, value: Any) -> bool:
-        """Say whether `value` can be a sum of this variable's gradients."""
-        if isinstance(value, tf.IndexedSlices):
-            return bool(self.shape.rank) and value.values.shape[1:] == self.shape[1:]
-        return value.shape == self.shape
-
     def ensured(self, gradient: Any) -> Any:
         """Return `gradient`, with an assertion of its shape if that is not known yet."""
         if isinstance(gradient, tf.IndexedSlices):

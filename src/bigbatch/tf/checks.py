@@ -26,6 +26,32 @@ def checked_variables(variables: Iterable[Any]) -> list[Any]:
     return found
 
 
+def checked_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer, if it is one."""
+    if not callable(getattr(optimizer, "apply_gradients", None)):
+        raise ArgumentError(
+            explain(
+                received=f"optimizer={optimizer!r} ({type(optimizer).__name__})",
+                expected="an object with a method apply_gradients(pairs)",
+                fix="pass a Keras optimizer, for example keras.optimizers.Adam()",
+            )
+        )
+    return optimizer
+
+
+def refuse_unknown(variables: Iterable[Any]) -> None:
+    """Raise if there are any of these: variables that an optimizer was not built with."""
+    unknown = [variable.name for variable in variables]
+    if unknown:
+        raise ArgumentError(
+            explain(
+                received=f"variables the optimizer was not built with: {', '.join(unknown)}",
+                expected="variables of this optimizer",
+                fix="pass a new optimizer, or call optimizer.build with all variables first",
+            )
+        )
+
+
 def checked_gradients(gradients: Iterable[Any], variables: list[Any]) -> list[Any]:
     """Return the gradients as a list of tensors, `IndexedSlices` and `None` that fits."""
     received = "None" if gradients is None else ""

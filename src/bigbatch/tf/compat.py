@@ -1,4 +1,4 @@
-"""Names of TensorFlow and Keras that are not public; `tests/test_compat.py` pins them."""
+"""Names of TensorFlow and Keras that are not public; `tests/test_compat*.py` pin them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator
 import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_util, resource_variable_ops
 
 
 def like_the_caller(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +40,11 @@ def outside_strategy_scope() -> Iterator[None]:
         yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def undistributed_variable(value: Any) -> Any:
+    """Return a variable that belongs to no strategy, also in the scope of one."""
+    return resource_variable_ops.ResourceVariable(value, trainable=False)
 
 
 def variables_of(optimizer: Any) -> list[Any]:

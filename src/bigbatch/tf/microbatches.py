@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from bigbatch.core.window import whole_and_rest
 from bigbatch.tf.batch import Batch
+from bigbatch.tf.compat import under_xla
 from bigbatch.tf.values import DENSE, ROWS, flattened, joined, kind_of, packed, widen, zeros
 
 
@@ -218,8 +219,10 @@ class _Traced:
                 for total, part, is_rows in zip(so_far, parts, self._is_rows)
             ]
 
+        # XLA also compiles what a loop of no micro-batches would write: there is room for it.
+        room = tf.maximum(whole, 1) if under_xla() else whole
         start = [
-            tf.TensorArray(spec.dtype, whole, infer_shape=False, element_shape=spec.shape)
+            tf.TensorArray(spec.dtype, room, infer_shape=False, element_shape=spec.shape)
             if is_rows
             else empty
             for spec, empty, is_rows in zip(self._specs, self.nothing(), self._is_rows)
@@ -228,6 +231,11 @@ class _Traced:
             lambda index, _: index < whole, body, (tf.constant(0), start), parallel_iterations=1
         )
         return [
-            total.concat() if is_rows else total
+            _rows(total.concat(), whole, room) if is_rows else total
             for total, is_rows in zip(totals, self._is_rows)
         ]
+
+
+def _rows(rows: Any, whole: Any, room: Any) -> Any:
+    """Return the rows of `whole` micro-batches, of those of `room` of them."""
+    return rows if room is whole else rows[: tf.shape(rows)[0] // room * whole]

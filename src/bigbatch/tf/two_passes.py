@@ -121,7 +121,8 @@ def _check_random(graph: Any) -> None:
                     f"({op.type}), whose numbers cannot be drawn again",
                     expected="random numbers that a second pass over the batch can repeat",
                     fix="draw them with keras.random and a keras.random.SeedGenerator, or "
-                    "with a tf.random.Generator",
+                    "with a tf.random.Generator; for layers of Keras 2 call "
+                    "tf.keras.backend.experimental.enable_tf_random_generator() first",
                 )
             )
 

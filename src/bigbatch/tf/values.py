@@ -112,10 +112,11 @@ def as_gradient_of(variable: Any, value: Any, scale: Any = None) -> Any:
     if value is None:
         return None
     if isinstance(value, tf.IndexedSlices):
+        shape: Any = tf.TensorShape(variable.shape).as_list()
         return tf.IndexedSlices(
             _scaled(value.values, scale, variable.dtype),
             value.indices,
-            tf.constant(list(variable.shape), tf.int64),
+            tf.constant(shape, tf.int64),
         )
     return _scaled(value, scale, variable.dtype)
 

@@ -10,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 from bigbatch.core.window import is_full
-from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.buffers import GradientBuffer, local_variable
 from bigbatch.tf.compat import outside_strategy_scope
 from bigbatch.tf.values import DENSE, ROWS, WEIGHT_DTYPE, as_gradient_of, kind_of
+from bigbatch.tf.window_arrays import arrays_of, sums_of
 
 
 class GradientWindow:
@@ -27,7 +27,7 @@ class GradientWindow:
 
     def __init__(self, variables: list[Any], length: int) -> None:
         self.strategy = tf.distribute.get_strategy()
-        self._is_distributed = tf.distribute.has_strategy()
+        self._scope = replicas.scope_now()
         self._variables = variables
         self._buffers = [GradientBuffer(variable) for variable in variables]
         self._micro_batches = local_variable(tf.zeros([], tf.int64), summed=False)
@@ -44,40 +44,11 @@ class GradientWindow:
 
     def refuse_replica_context(self, name: str) -> None:
         """Raise if the calling code runs inside `strategy.run`."""
-        context = tf.distribute.get_replica_context()
-        is_ours = context is not None and context.strategy is self.strategy
-        if replicas.inside_one_of_many() or (self._is_distributed and is_ours):
-            raise ContextError(
-                explain(
-                    received=f"{name} inside strategy.run",
-                    expected=f"{name} outside strategy.run: it concerns all replicas at once",
-                    fix="call accumulate inside strategy.run and this after it, for example "
-                    f"strategy.run(micro_batch, args=(x, y)); accumulator.{name}",
-                )
-            )
+        replicas.refuse_inside(self._scope, name)
 
     def refuse_wrong_replica(self) -> None:
         """Raise if the calling code is not where this window's gradients come from."""
-        context = tf.distribute.get_replica_context()
-        if self._is_distributed:
-            if context is None or context.strategy is not self.strategy:
-                raise ContextError(
-                    explain(
-                        received="accumulate() outside strategy.run",
-                        expected="accumulate() on each replica, inside strategy.run",
-                        fix="strategy.run(micro_batch, args=(x, y)) with accumulate() in "
-                        "micro_batch",
-                    )
-                )
-        elif replicas.inside_one_of_many():
-            raise ContextError(
-                explain(
-                    received="accumulate() inside strategy.run of an accumulator that was "
-                    "built outside strategy.scope()",
-                    expected="an accumulator that knows the strategy",
-                    fix="with strategy.scope(): accumulator = GradientAccumulator(...)",
-                )
-            )
+        replicas.refuse_elsewhere(self._scope)
 
     def add(self, gradients: list[Any], weight: Any) -> None:
         """Add one micro-batch on this replica; the arguments have been checked."""
@@ -185,23 +156,17 @@ class GradientWindow:
         with outside_strategy_scope():
             kinds = self.kinds_now()
             weight, *sums = self._compiled_sums(kinds)
-            arrays = {
+            return {
                 "updates": self.updates.read_value().numpy(),
                 "micro_batches": self.micro_batches().numpy(),
                 "weight": weight.numpy(),
                 "kinds": np.array(kinds, np.int32),
+                **arrays_of(sums),
             }
-        for index, value in enumerate(sums):
-            if isinstance(value, tf.IndexedSlices):
-                arrays[f"values_{index}"] = value.values.numpy()
-                arrays[f"indices_{index}"] = value.indices.numpy()
-            elif value is not None:
-                arrays[f"sum_{index}"] = value.numpy()
-        return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray], length: int) -> None:
         """Make the window what `snapshot` returned, whatever the number of replicas was."""
-        sums = self._checked_sums(arrays)
+        sums = sums_of(arrays, self._variables)
         self.reset()
         for buffer, value in zip(self._buffers, sums):
             if isinstance(value, tf.Tensor):
@@ -223,31 +188,6 @@ class GradientWindow:
             self.updates.assign(arrays["updates"])
             self.length.assign(length)
             self._reserve()
-
-    def _checked_sums(self, arrays: Mapping[str, np.ndarray]) -> list[Any]:
-        """Return the sums among `arrays`, or raise if they are not of these variables."""
-        sums: list[Any] = []
-        for index in range(len(self._buffers)):
-            if f"sum_{index}" in arrays:
-                sums.append(tf.constant(arrays[f"sum_{index}"]))
-            elif f"values_{index}" in arrays:
-                values, indices = arrays[f"values_{index}"], arrays[f"indices_{index}"]
-                sums.append(tf.IndexedSlices(tf.constant(values), tf.constant(indices)))
-            else:
-                sums.append(None)
-        fits = len(arrays["kinds"]) == len(self._buffers) and all(
-            value is None or buffer.fits(value) for buffer, value in zip(self._buffers, sums)
-        )
-        if not fits:
-            raise ArgumentError(
-                explain(
-                    received=f"a checkpoint of an accumulator for {len(arrays['kinds'])} "
-                    "variables, or for variables of other shapes",
-                    expected=f"one for these {len(self._buffers)} variables",
-                    fix="build the accumulator with the variables it was saved with",
-                )
-            )
-        return sums
 
     def _sums(self, kinds: tuple[int, ...]) -> list[Any]:
         """Return the weight and the sums of the window over all replicas."""

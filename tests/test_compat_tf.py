@@ -1,0 +1,129 @@
+"""Private names of TensorFlow and of optimizers in use: an upgrade breaks here first.
+
+Runs on every row of `make matrix` with TensorFlow 2. What to adapt is the file that is named.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bigbatch.tf import compat
+from bigbatch.tf.keras2_optimizers import Keras2Optimizer, LegacyKeras2Optimizer
+from bigbatch.tf.keras3_optimizers import Keras3Optimizer
+from bigbatch.tf.optimizers import adapted
+from bigbatch.tf.v1_optimizers import V1Optimizer
+
+from stack import HAS_LEGACY, IS_KERAS_3, keras, new_optimizers, with_loss_scale
+
+KERAS_2 = "adapt src/bigbatch/tf/keras2_optimizers.py to this version of Keras 2"
+V1 = "adapt src/bigbatch/tf/v1_optimizers.py to this version of TensorFlow"
+
+only_keras_2 = pytest.mark.skipif(IS_KERAS_3, reason="of Keras 2")
+only_legacy = pytest.mark.skipif(not HAS_LEGACY, reason="of Keras 2")
+
+
+def test_an_optimizer_of_keras_is_known():
+    kind = Keras3Optimizer if IS_KERAS_3 else Keras2Optimizer
+    for optimizer in (new_optimizers().Adam(), with_loss_scale(new_optimizers().Adam(), 8.0)):
+        assert type(adapted(optimizer, [tf.Variable(1.0)])) is kind
+
+
+@only_legacy
+def test_a_legacy_optimizer_is_known():
+    legacy = keras.optimizers.legacy
+    for optimizer in (legacy.Adam(), with_loss_scale(legacy.Adam(), 8.0)):
+        assert type(adapted(optimizer, [tf.Variable(1.0)])) is LegacyKeras2Optimizer
+
+
+@only_keras_2
+def test_the_state_of_an_optimizer_of_keras_2():
+    optimizer, w = new_optimizers().SGD(0.1, momentum=0.9), tf.Variable([1.0, 2.0])
+    assert not getattr(optimizer, "_built", False), KERAS_2
+    adapted(optimizer, [w])
+    assert optimizer._built, KERAS_2
+    assert list(optimizer._index_dict) == [optimizer._var_key(w)], KERAS_2
+    assert len(optimizer.momentums) == 1, KERAS_2
+    assert int(optimizer.iterations) == 0, KERAS_2
+    assert isinstance(optimizer._learning_rate, tf.Variable), KERAS_2
+
+
+@only_keras_2
+def test_nadam_of_keras_2_is_not_traced():
+    assert not adapted(new_optimizers().Nadam(), [tf.Variable(1.0)]).is_traced, KERAS_2
+    assert adapted(new_optimizers().Adam(), [tf.Variable(1.0)]).is_traced, KERAS_2
+
+
+@only_keras_2
+def test_the_scheduled_learning_rate_of_keras_2_is_a_variable_before_any_update():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([9], [2.0, 0.0])
+    optimizer = new_optimizers().SGD(schedule)
+    adapted(optimizer, [tf.Variable(1.0)])
+    assert isinstance(optimizer._current_learning_rate, tf.Variable), KERAS_2
+
+
+@only_legacy
+def test_the_state_of_a_legacy_optimizer():
+    optimizer, w = keras.optimizers.legacy.SGD(0.1, momentum=0.9), tf.Variable([1.0, 2.0])
+    assert optimizer._hyper["learning_rate"] == 0.1, KERAS_2
+    adapted(optimizer, [w])
+    assert isinstance(optimizer._hyper["learning_rate"], tf.Variable), KERAS_2
+    np.testing.assert_array_equal(optimizer.get_slot(w, "momentum"), [0.0, 0.0], KERAS_2)
+
+
+def test_the_slots_of_an_optimizer_of_tensorflow_1():
+    optimizer, w = tf.compat.v1.train.MomentumOptimizer(0.1, 0.9), tf.Variable([1.0, 2.0])
+    assert type(adapted(optimizer, [w])) is V1Optimizer, V1
+    np.testing.assert_array_equal(optimizer.get_slot(w, "momentum"), [0.0, 0.0], V1)
+
+
+def test_like_the_caller_converts_in_a_converted_function_only():
+    def choose(x):
+        if x > 0:
+            return tf.constant("converted")
+        return tf.constant("")
+
+    converted = tf.function(lambda x: compat.like_the_caller(choose)(x))
+    assert converted(tf.constant(1)) == b"converted"
+    unconverted = tf.function(lambda x: compat.like_the_caller(choose)(x), autograph=False)
+    try:
+        unconverted(tf.constant(1))
+    except tf.errors.OperatorNotAllowedInGraphError:
+        return
+    raise AssertionError("AutoGraph converted a function that was called without it")
+
+
+def test_under_xla():
+    seen = []
+
+    def look():
+        seen.append(compat.under_xla())
+        tf.cond(tf.constant(True), lambda: seen.append(compat.under_xla()) or 1, lambda: 2)
+        return tf.constant(0)
+
+    look()
+    tf.function(look)()
+    tf.function(look, jit_compile=True)()
+    assert seen == [False] * 4 + [True] * 2
+
+
+def test_outside_strategy_scope(mirrored):
+    with mirrored.scope():
+        assert tf.distribute.in_cross_replica_context()
+        with compat.outside_strategy_scope():
+            assert not tf.distribute.has_strategy()
+            assert tf.distribute.get_replica_context() is not None
+        assert tf.distribute.get_strategy() is mirrored
+
+
+def test_per_replica_types(mirrored):
+    data = mirrored.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(4))
+    assert [spec.dtype for spec in compat.per_replica_types(data.element_spec)] == [
+        tf.int64
+    ] * 2
+    assert compat.per_replica_types(tf.TensorSpec([])) == []
+
+
+def test_devices_have_a_limit():
+    assert compat.memory_limits()["CPU:0"] > 0
