@@ -14,11 +14,12 @@ import warnings
 
 os.environ["TF_CPU_ALLOCATOR_USE_BFC"] = "true"  # the limit comes from the test
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 import bigbatch
+
+from stack import keras
 
 layers = keras.layers
 rng = np.random.default_rng(0)

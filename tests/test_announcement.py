@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import bigbatch
+
+from stack import keras
 
 X, Y = np.ones((100, 5)), np.ones((100, 3))
 layers = keras.layers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,6 +9,8 @@ import tensorflow as tf
 import bigbatch
 from bigbatch.errors import ArgumentError, ContextError
 from fit_cases import DENSE_X, DENSE_Y, dense
+
+from stack import keras
 
 SETTINGS = [{"microbatch_size": 4}, {"accumulation_steps": 3}]
 

@@ -11,7 +11,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -26,7 +25,9 @@ from coupled_cases import COUPLED_CASES
 from fit_cases import CASES, DENSE_X, DENSE_Y, dense
 
 from problems import TOLERANCE
+from stack import IS_KERAS_3, keras
 
+pytestmark = pytest.mark.usefixtures("repeatable")
 AUTO = {"microbatch_size": "auto"}
 
 
@@ -85,6 +86,7 @@ def test_auto_is_within_a_quarter_of_the_largest_that_really_fits(scenario, limi
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IS_KERAS_3, reason="verify is for Keras 3")
 def test_what_is_verified_if_the_full_batch_does_not_fit():
     result = probe("verified", '{"microbatch_size": 300}', 20)
     assert result["ok"]
@@ -165,6 +167,7 @@ def loop_problem():
 
 
 @pytest.mark.parametrize("fault", [1, 2, 3])
+@pytest.mark.skipif(not IS_KERAS_3, reason="it draws with keras.random")
 def test_a_loop_begins_again_as_if_nothing_had_happened(fault, monkeypatch):
     """At every micro-batch of 8 + 8 + 1 samples; then with 4 + 4 + 4 + 4 + 1."""
     x = tf.random.stateless_normal([17, 2], [0, 1])
@@ -348,7 +351,7 @@ class FaultyOptimizer(keras.optimizers.SGD):
 
     is_faulty = False
 
-    def update_step(self, gradient, variable, learning_rate):
+    def update_step(self, gradient, variable, *learning_rate):
         def check(gradient):
             if FaultyOptimizer.is_faulty:
                 raise MemoryError("injected")
@@ -358,7 +361,7 @@ class FaultyOptimizer(keras.optimizers.SGD):
             shape = gradient.shape
             gradient = tf.py_function(check, [gradient], gradient.dtype)
             gradient.set_shape(shape)
-        super().update_step(gradient, variable, learning_rate)
+        super().update_step(gradient, variable, *learning_rate)
 
 
 def test_an_update_that_fails_itself_stops_training(monkeypatch):

@@ -60,6 +60,7 @@ def test_four_times_the_size_is_predicted_to_5_percent(model, batch):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_small_device_plans_for_a_large_one():
     here, there = probe("perceptron", 16384, limit=105), probe("perceptron", 16384)
     assert here["most"] < there["most"] == 16384

@@ -18,11 +18,11 @@ strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import keras
-
 import bigbatch
 from coupled_cases import COUPLED_CASES
 from fit_cases import CASES
+
+from stack import keras
 
 tf.get_logger().setLevel("ERROR")
 worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import keras
-
+from bigbatch.keras.compat import Callback
 from bigbatch.keras.hooks import observe
 from bigbatch.keras.trial import memory_of
 
 
-class Monitor(keras.callbacks.Callback):
+class Monitor(Callback):
     """Adds to the logs of every epoch what its updates were made of.
 
     - `updates`: how many there were,
@@ -24,6 +23,7 @@ class Monitor(keras.callbacks.Callback):
     stands in the list of callbacks.
 
     Example:
+        >>> import keras
         >>> import numpy as np
         >>> import bigbatch
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

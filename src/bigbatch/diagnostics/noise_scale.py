@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import keras
-
 from bigbatch.core.noise import Estimate
+from bigbatch.keras.compat import Callback
 from bigbatch.keras.hooks import observe
 from bigbatch.keras.insight import Insight
 
 
-class NoiseScale(keras.callbacks.Callback):
+class NoiseScale(Callback):
     """Estimates the gradient noise scale from the gradients of micro-batches, while training.
 
     The critical batch size is about where a batch stops paying: far below it twice the batch
@@ -25,6 +24,7 @@ class NoiseScale(keras.callbacks.Callback):
     of the draws is part of it; with batch normalisation, masks or weights it is approximate.
 
     Example:
+        >>> import keras
         >>> import numpy as np
         >>> import bigbatch
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

@@ -17,7 +17,7 @@ from bigbatch.diagnostics.update import Update, differences_of, observed, relati
 from bigbatch.diagnostics.verification import Difference, Hazard, Verification
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.keras import compat
-from bigbatch.keras.accumulate import check_compiled, check_model
+from bigbatch.keras.accumulate import check_compiled, check_keras_3, check_model
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.coupling import Sample
 from bigbatch.keras.data import as_fit_has_it
@@ -70,6 +70,7 @@ def verify(
         True
     """
     check_model(model)
+    check_keras_3(model, "verify")
     check_compiled(model)
     positive_integer(microbatch_size, "microbatch_size")
     setting = Setting(microbatch_size=microbatch_size, batch_norm=batch_norm, coupled=coupled)
@@ -99,6 +100,7 @@ class _Comparison:
         self, model: Any, setting: Setting, data: Any, say: Callable[[str], None]
     ) -> None:
         self._model = model
+        self._keras = compat.keras_of(model)
         self._setting = setting
         self._data = data
         self._say = say
@@ -111,7 +113,7 @@ class _Comparison:
             stack.enter_context(replaced(model, train_function=None, steps_per_execution=1))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # what there is to say is a hazard here
-            compat.build(model, self._data)
+            compat.keras_of(model).build(model, self._data)
             if self._accumulates_itself():
                 return self._result(0, None, None)
             if not all(one.built for one in optimizers_of(model)):
@@ -220,7 +222,7 @@ class _Comparison:
         with contextlib.ExitStack() as stack:
             for layer in random:
                 if not compat.layers_of(layer):  # or what is inside would change, too
-                    stack.enter_context(compat.without_training(layer))
+                    stack.enter_context(self._keras.without_training(layer))
             still = self._tried(sample.random_layers) if random else []
             if still:
                 names = ", ".join(map(_name, still))
@@ -265,7 +267,7 @@ class _Comparison:
                 )
             )
         name = None
-        if not compat.has_own_train_step(self._model):
+        if not self._keras.has_own_train_step(self._model):
             # What cannot be tried is compared all the same.
             with contextlib.suppress(Exception):
                 name = sample.coupled_loss()

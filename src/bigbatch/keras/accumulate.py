@@ -8,7 +8,10 @@ import keras
 
 from bigbatch.core.window import AccumulationSteps
 from bigbatch.errors import ArgumentError, explain
+from bigbatch.keras import compat
 from bigbatch.keras.hooks import attach, detach, size_of
+from bigbatch.keras.keras2 import Keras2
+from bigbatch.keras.keras3 import Keras3
 from bigbatch.keras.setting import Setting
 from bigbatch.tf.auto import chosen_size
 
@@ -42,7 +45,8 @@ def accumulate(
     setting. `restore` undoes it.
 
     Args:
-        model: a Keras 3 model (TensorFlow backend).
+        model: a Keras 3 model (TensorFlow backend), or a Keras 2 model (`tf_keras`, or
+            `tf.keras` of TensorFlow 2.10 to 2.15).
         microbatch_size: samples per micro-batch; under a `tf.distribute` strategy, per
             micro-batch and replica. "auto": the largest that fits the device, measured at the
             first batch; a batch that runs out of memory all the same is rolled back and run
@@ -91,7 +95,7 @@ def microbatch_size(model: Any) -> int | None:
         The number given to `accumulate`, or the one that "auto" has chosen; `None` if it has
         not chosen yet, in window mode, and for a model that does not accumulate.
     """
-    if callable(model) and not isinstance(model, keras.Model):
+    if callable(model) and compat.keras_of(model) is None:
         return chosen_size(model)
     check_model(model)
     return size_of(model)
@@ -112,20 +116,37 @@ def restore(model: Any) -> Any:
 
 def check_model(model: Any) -> None:
     """Raise if `model` is not a Keras model that can be trained here."""
-    if not isinstance(model, keras.Model) or keras.backend.backend() != "tensorflow":
+    if compat.keras_of(model) is None or not _is_on_tensorflow(model):
         raise ArgumentError(
             explain(
-                received=f"model={model!r} ({type(model).__name__}), Keras backend "
-                f"{keras.backend.backend()!r}",
-                expected="a Keras 3 model on the TensorFlow backend",
+                received=f"model={model!r} ({type(model).__name__}), Keras {keras.__version__} "
+                f"with the backend {keras.backend.backend()!r}",
+                expected="a Keras 3 model on the TensorFlow backend, or a Keras 2 model",
                 fix="pass the model whose fit() is to accumulate; set KERAS_BACKEND=tensorflow",
             )
         )
 
 
+def check_keras_3(model: Any, what: str) -> None:
+    """Raise if `what` is asked for a model of Keras 2."""
+    if not isinstance(compat.keras_of(model), Keras3):
+        raise ArgumentError(
+            explain(
+                received=f"{what} for the Keras 2 model {model.name!r}",
+                expected="a Keras 3 model",
+                fix="bigbatch.accumulate works for both; to try this out, build the model with "
+                "Keras 3",
+            )
+        )
+
+
+def _is_on_tensorflow(model: Any) -> bool:
+    return isinstance(compat.keras_of(model), Keras2) or keras.backend.backend() == "tensorflow"
+
+
 def check_compiled(model: Any) -> None:
     """Raise if a model has no loss and optimizer yet."""
-    if not getattr(model, "compiled", False):
+    if not compat.keras_of(model).is_compiled(model):
         raise ArgumentError(
             explain(
                 received="a model that has not been compiled",

@@ -35,6 +35,7 @@ class AutoEngine:
         self._model = model
         self._engine = engine
         self._say = say
+        self._keras = compat.keras_of(model)
         self._strategy = compat.strategy_of(model)
         self.microbatch_size: int | None = None
         """The samples per micro-batch and replica, once they are chosen."""
@@ -44,7 +45,7 @@ class AutoEngine:
         types = iterator.element_spec if is_iterator(iterator) else None
         logs: dict[str, Any] = {}
         with self._engine.state.protected():
-            for data in next_batches(iterator, self._model.steps_per_execution):
+            for data in next_batches(iterator, self._keras.batches_per_call(self._model)):
                 self._engine.prepare(data if types is None else types)
                 data = without_optionals(data)
                 if self.microbatch_size is None:

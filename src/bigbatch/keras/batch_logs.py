@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from bigbatch.keras import compat
 from bigbatch.keras.terms import TermRecorder
 from bigbatch.tf.values import divided, times
 
@@ -26,6 +27,7 @@ class BatchLogs:
     def __init__(self, model: Any, strategy: Any) -> None:
         self._model = model
         self._strategy = strategy
+        self._keras = compat.keras_of(model)
         # What a micro-batch has turned out to do, known when it has been traced.
         self._tracked: list[tuple[Any, bool | None, bool]] = []
         self._by_samples: list[bool] = []
@@ -54,7 +56,7 @@ class BatchLogs:
 
     def so_far(self, sums: dict[str, Any], count: Any) -> dict[str, Any]:
         """Return this replica's logs, times `count`: metrics as they are, else the sums."""
-        results = self._model.get_metrics_result()
+        results = self._keras.results(self._model)
         metrics = results.keys() - self._left_alone
         return {
             name: times(results[name], count) if name in metrics else value

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from typing import Any, Iterator
 
-import keras
 import tensorflow as tf
 
 from bigbatch.keras import compat
@@ -18,10 +17,9 @@ _EXACT = tf.float64  # these are small vectors
 
 def batch_norms_of(model: Any) -> list[Any]:
     """Return the layers of a model that normalise with the statistics of a micro-batch."""
+    is_batch_norm = compat.keras_of(model).is_batch_norm
     return [
-        layer
-        for layer in compat.layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        layer for layer in compat.layers_of(model) if is_batch_norm(layer) and layer.trainable
     ]
 
 
@@ -46,6 +44,7 @@ class BatchNorm:
 
     def __init__(self, model: Any, mode: str) -> None:
         self._model = model
+        self._keras = compat.keras_of(model)
         self._mode = mode
         self._called: list[Any] = []
 
@@ -65,7 +64,7 @@ class BatchNorm:
                     stack.enter_context(replaced(layer, call=call))
                     continue
                 # Replicas may have different numbers of micro-batches: they cannot meet.
-                stack.enter_context(replaced(layer, synchronized=False))
+                stack.enter_context(self._keras.alone(layer))
                 if is_pooled(layer, self._mode):
                     call = functools.partial(self._call, moments, graph, layer, layer.call)
                     stack.enter_context(replaced(layer, call=call))
@@ -80,13 +79,16 @@ class BatchNorm:
             return call(*args, **kwargs)
         old = _statistics(layer)
         # With a momentum of zero the moving statistics become those of the micro-batch.
+        self._keras.clear_statistics(layer)
         with replaced(layer, momentum=0.0):
             outputs = call(*args, **kwargs)
         mean, variance = (tf.cast(value, _EXACT) for value in _statistics(layer))
         for variable, value in zip((layer.moving_mean, layer.moving_variance), old):
             variable.assign(value)
         inputs = args[0] if args else next(iter(kwargs.values()))
-        count = _count(inputs, kwargs.get("mask"), mean)
+        mask = kwargs.get("mask") if self._keras.knows_mask(layer) else None
+        count = _count(inputs, mask, mean)
+        variance *= self._keras.bias_of_variance(layer, count)
         # About the moving mean: about zero, the variance would be a small difference of large
         # numbers.
         shift = mean - tf.cast(old[0], _EXACT)
@@ -106,10 +108,9 @@ class BatchNorm:
             moving = [tf.cast(value, _EXACT) for value in _statistics(layer)]
             old_mean = before.setdefault(id(layer), moving[0])
             shift = tf.math.divide_no_nan(first, count)
-            pooled = (
-                old_mean + shift,
-                tf.math.divide_no_nan(second, count) - shift * shift,
-            )
+            variance = tf.math.divide_no_nan(second, count) - shift * shift
+            variance /= self._keras.bias_of_variance(layer, count)
+            pooled = old_mean + shift, variance
             # Not moved by nothing, if every element is masked.
             step = tf.where(count > 0, tf.constant(1 - layer.momentum, _EXACT), 0)
             variables = (layer.moving_mean, layer.moving_variance)
@@ -128,6 +129,5 @@ def _count(inputs: Any, mask: Any, mean: Any) -> Any:
     return tf.cast(tf.size(inputs), _EXACT) / tf.cast(tf.size(mean), _EXACT)
 
 
-def _call_frozen(call: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-    del training
-    return call(inputs, training=False, mask=mask)
+def _call_frozen(call: Any, *args: Any, **kwargs: Any) -> Any:
+    return call(*args[:1], **{**kwargs, "training": False})

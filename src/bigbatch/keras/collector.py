@@ -6,12 +6,8 @@ import contextlib
 import warnings
 from typing import Any, Callable, Iterator
 
-import keras
-
 from bigbatch.errors import ContextError, explain
 from bigbatch.keras import compat
-from bigbatch.keras.patching import replaced
-from bigbatch.tf.compat import variables_of
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -20,11 +16,12 @@ def optimizers_of(model: Any) -> list[Any]:
     They may also stand in a list, tuple or dict that is such an attribute.
     """
     unique: dict[int, Any] = {}
+    is_optimizer = compat.keras_of(model).is_optimizer
     for owner in (model, *compat.layers_of(model)):
         for value in list(vars(owner).values()):
             values = value.values() if isinstance(value, dict) else value
             for one in values if isinstance(value, (list, tuple, dict)) else (value,):
-                if isinstance(one, keras.optimizers.Optimizer):
+                if is_optimizer(one):
                     unique.setdefault(id(one), one)
     return list(unique.values())
 
@@ -55,23 +52,20 @@ def collecting(
     its loss gives gradients that have still to be weighted. `keep(collected)` is called as
     soon as an optimizer has been given its gradients.
     """
+    keras = compat.keras_of(model)
     optimizers = optimizers_of(model)
     collected = [Collected(optimizer) for optimizer in optimizers]
     with contextlib.ExitStack() as stack:
         for one in collected:
-            stack.enter_context(
-                replaced(
-                    one.optimizer,
-                    apply=_apply(one, keep),
-                    scale_loss=_scale_loss(one, weigh),
-                )
-            )
+            collect = _collect(one, keras.name_of(one.optimizer), keep)
+            weighted = _weigh(one, weigh)
+            stack.enter_context(keras.collecting(one.optimizer, collect, weighted))
         yield collected
     collected[:] = [one for one in collected if one.variables]
     if not collected:
         raise ContextError(_nothing_to_accumulate(model, optimizers))
     if len(collected) > 1:
-        names = ", ".join(one.optimizer.name for one in collected)
+        names = ", ".join(keras.name_of(one.optimizer) for one in collected)
         warnings.warn(
             f"bigbatch: train_step uses several optimizers ({names}). All of them accumulate, "
             "and update together, each from gradients of the weights before the batch.",
@@ -86,7 +80,8 @@ def _nothing_to_accumulate(model: Any, optimizers: list[Any]) -> str:
             expected="at least one weight to train",
             fix="set trainable = True on the layers to train, or bigbatch.restore(model)",
         )
-    names = ", ".join(repr(one.name) for one in optimizers) or "none found"
+    name_of = compat.keras_of(model).name_of
+    names = ", ".join(repr(name_of(one)) for one in optimizers) or "none found"
     return explain(
         received=f"a train_step that hands no gradients to an optimizer of the model ({names})",
         expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
@@ -94,32 +89,29 @@ def _nothing_to_accumulate(model: Any, optimizers: list[Any]) -> str:
     )
 
 
-def _apply(collected: Collected, keep: Callable[[Collected], None]) -> Callable[..., None]:
-    def apply(grads: Any, trainable_variables: Any = None) -> None:
+def _collect(
+    collected: Collected, name: str, keep: Callable[[Collected], None]
+) -> Callable[[list[Any], list[Any]], None]:
+    def collect(gradients: list[Any], variables: list[Any]) -> None:
         if collected.variables:
             raise ContextError(
                 explain(
-                    received=f"a train_step that applies gradients of the optimizer "
-                    f"{collected.optimizer.name!r} twice",
+                    received=f"a train_step that applies gradients of the optimizer {name!r} "
+                    "twice",
                     expected="one update per optimizer and batch",
                     fix="add the losses up and apply their gradients once, or give the second "
                     "update an optimizer of its own",
                 )
             )
-        if trainable_variables is None:
-            trainable_variables = variables_of(collected.optimizer)
-        collected.variables = list(trainable_variables)
-        collected.gradients = list(grads)
+        collected.variables, collected.gradients = variables, gradients
         keep(collected)
 
-    return apply
+    return collect
 
 
-def _scale_loss(collected: Collected, weigh: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    scale_loss = collected.optimizer.scale_loss
-
+def _weigh(collected: Collected, weigh: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def weighted(loss: Any) -> Any:
         collected.is_weighted = True
-        return scale_loss(weigh(loss))
+        return weigh(loss)
 
     return weighted

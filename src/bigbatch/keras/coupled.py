@@ -7,7 +7,6 @@ import functools
 import sys
 from typing import Any, Iterator
 
-import keras
 import tensorflow as tf
 
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps
@@ -20,7 +19,7 @@ from bigbatch.keras.data import as_tensor, is_iterator, largest_count, without_o
 from bigbatch.keras.patching import replaced
 from bigbatch.keras.runner import Runner
 from bigbatch.keras.split import SplitEngine
-from bigbatch.keras.terms import ONE, OWN, Lengths, denominator, watching_loss
+from bigbatch.keras.terms import ONE, OWN, Lengths, denominator
 from bigbatch.keras.window import WindowEngine
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch, sample_count
@@ -45,7 +44,7 @@ class CoupledRunner(Runner):
 
     def local(self, batch: Batch, microbatch_size: Any) -> list[Any]:
         """Run this replica's share of a batch; return what adds up over replicas."""
-        passes = TwoPasses(batch, microbatch_size, self._model.jit_compile)
+        passes = TwoPasses(batch, microbatch_size, self._keras.jit_compile(self._model))
         share = Share(batch.count)
         parts = passes.first(self._forward)
         outputs = [
@@ -63,15 +62,18 @@ class CoupledRunner(Runner):
         of_losses = seeds[len(outputs) :]
 
         def compute(of_outputs: list[Any], data: Any) -> list[Any]:
-            part = tf.cast(sample_count(data) / share.total, WEIGHT_DTYPE)
+            # Not the quotient is cast: of a Python number TensorFlow makes float32 first.
+            part = tf.cast(sample_count(data), WEIGHT_DTYPE)
+            part = part / tf.cast(share.total, WEIGHT_DTYPE)
             seeds = [seed if seed is None else times(seed, part) for seed in of_losses]
             collected = Collected(in_loss.optimizer)
             collected.variables, collected.is_weighted = in_loss.variables, True
             with tf.GradientTape() as tape:
                 outputs, _, losses = self._call(data)
-            collected.gradients = pulled_back(
+            gradients = pulled_back(
                 tape, [*outputs, *losses], [*of_outputs, *seeds], collected.variables
             )
+            collected.gradients = self._keras.unscaled(collected.optimizer, gradients)
             self._keep(None, collected)
             self._collected = [collected]
             return collected.gradients
@@ -97,23 +99,24 @@ class CoupledRunner(Runner):
         """Update the model from what `local` returned, summed over replicas; return logs."""
         sums = tf.nest.pack_sequence_as(self._structure, flat)
         (collected,) = self._collected
+        self._build_optimizers()
         with outside_strategy_scope(), after(flat):
             gradients = map(as_gradient_of, collected.variables, sums["gradients"])
             if self._insight is not None:
                 self._insight.note(sums["insight"], [], None)
-            collected.optimizer.apply(list(gradients), collected.variables)
+            self._optimizers[0].apply(self.strategy, list(gradients))
         self._close_sums()
         return sums["logs"]
 
     def _call(self, data: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Call the model; return its outputs, their masks, and what layers add to the loss."""
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        x, _, _ = self._keras.unpacked(data)
         with self._norm.watching():
-            self._outputs = compat.call(self._model, x, training=True)
-        outputs = keras.tree.flatten(self._outputs)
+            self._outputs = self._keras.call(self._model, x, training=True)
+        outputs = tf.nest.flatten(self._outputs)
         self._dtypes = [output.dtype for output in outputs]
         masks = [compat.mask_of(output) for output in outputs]
-        return outputs, masks, compat.losses_of_layers(self._model)
+        return outputs, masks, self._keras.losses_of_layers(self._model)
 
     def _forward(self, data: Any) -> dict[str, list[Any]]:
         outputs, masks, losses = self._call(data)
@@ -141,32 +144,40 @@ class CoupledRunner(Runner):
         # Recording, from the call of the model to the loss, ends even if one of them fails.
         recording = contextlib.ExitStack()
 
+        @tf.autograph.experimental.do_not_convert
         def call(*_: Any, **__: Any) -> Any:
             recording.enter_context(tape)
             tape.watch([one for one in watched if one.dtype.is_floating])
             for loss in losses:
-                keras.Layer.add_loss(model, loss)  # functional models do not let it be added
+                self._keras.add_loss(model, loss)
             for output, mask in zip(outputs, masks):
                 if mask is not None:
                     compat.set_mask(output, mask)
-            return keras.tree.pack_sequence_as(self._outputs, outputs)
+            return tf.nest.pack_sequence_as(self._outputs, outputs)
 
         def scale(loss: Any) -> Any:
             recording.close()
             of.append(loss)
             return loss
 
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = self._keras.unpacked(data)
         y, sample_weight = share.whole((y, sample_weight))
-        if compat.uses_inputs_after_call(model):
+        if self._keras.uses_inputs_after_call(model):
             x = share.whole(x)
-        whole = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-        instead = replaced(model, call=call, activity_regularizer=None)
+        whole = self._keras.packed(x, y, sample_weight)
+        none = {self._keras.ACTIVITY_REGULARIZER: None}
+        instead = replaced(model, call=call, **none)
         gradients = collecting(model, scale, lambda _: None)
-        with recording, instead, self._one_replica(share), gradients as in_loss:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recording)
+            stack.enter_context(instead)
+            stack.enter_context(self._one_replica(share))
+            stack.enter_context(self._keras.metrics_on_replicas(model))
+            stack.enter_context(self._keras.without_losses(model))
+            in_loss = stack.enter_context(gradients)
             logs = model.train_step(whole)
         (collected,), (loss,) = in_loss, of
-        one = collected.optimizer.scale_loss(tf.ones([], loss.dtype))
+        one = self._keras.scale_loss(collected.optimizer, tf.ones([], loss.dtype))
         if share.replicas > 1:
             logs = {name: tf.where(share.is_first, value, 0) for name, value in logs.items()}
         return logs, collected, tape.gradient(loss, watched, output_gradients=one)
@@ -181,23 +192,25 @@ class CoupledRunner(Runner):
         if share.replicas == 1:
             yield
             return
-        variables = self._model.metrics_variables
+        variables = self._keras.metrics_variables(self._model)
         before = [tf.convert_to_tensor(variable) for variable in variables]
+
+        divided = self._keras.divides_by_replicas(share.replicas)
 
         def undivided(loss: Any) -> Any:
             def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-                by = denominator(loss, y_true, y_pred, sample_weight, Lengths.SAME)
+                by = denominator(self._keras, loss, y_true, y_pred, sample_weight, Lengths.SAME)
                 value = loss(y_true, y_pred, sample_weight)
                 is_divided = not (isinstance(by, str) and by in (OWN, ONE))
-                return value * share.replicas if is_divided else value
+                return value * divided if is_divided else value
 
             return call
 
         def record(metric: Any, value: Any) -> None:
             metric.update_state(value / share.replicas)
 
-        losses = compat.losses_of_one_replica(self._model, share.replicas, share.total)
-        with losses, watching_loss(compat.compile_loss_of(self._model), undivided, record):
+        losses = self._keras.losses_of_one_replica(self._model, share.replicas, share.total)
+        with losses, self._keras.watching_loss(self._model, undivided, record):
             yield
         for variable, value in zip(variables, before):
             variable.assign(tf.where(share.is_first, tf.convert_to_tensor(variable), value))
@@ -234,7 +247,7 @@ class CoupledWindowEngine(WindowEngine):
         self._engine.prepare(types)
         self._engine.look_at(data, sys.maxsize)
         self._held.append(data)
-        return 1, self._model.get_metrics_result()
+        return 1, self._keras.results(self._model)
 
     def _update(self) -> dict[str, Any]:
         strategy, parts = compat.strategy_of(self._model), len(self._held)
@@ -250,7 +263,7 @@ def _joined(*batches: Any) -> Any:
 
 
 def _check(model: Any, batch_norm: str) -> None:
-    if compat.has_own_train_step(model):
+    if compat.keras_of(model).has_own_train_step(model):
         raise ArgumentError(
             explain(
                 received=f"coupled=True and the train_step of {type(model).__name__}, in which "

@@ -7,7 +7,6 @@ import functools
 import warnings
 from typing import Any, Callable, Iterator
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -34,7 +33,7 @@ class FirstLook:
         self._model = model
         self._look = look
         # In an own `train_step` loss and forward pass cannot be told apart.
-        self.is_done = compat.has_own_train_step(model)
+        self.is_done = compat.keras_of(model).has_own_train_step(model)
         self.sample: Sample | None = None
         """What has been looked at."""
 
@@ -103,8 +102,9 @@ class Sample:
             without_optionals(data),
         )
         self._model = model
+        self._keras = compat.keras_of(model)
         self._data = data
-        self._x, self._y, self._sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        self._x, self._y, self._sample_weight = self._keras.unpacked(data)
         self._count = int(sample_count(self._x))
         self._half = self._count // 2
 
@@ -123,16 +123,16 @@ class Sample:
     def coupled_loss(self) -> str | None:
         """Return the name of the loss, if the gradient of a sample depends on other samples."""
         with self._undone():
-            outputs = compat.call(self._model, self._x, training=False)
-            flat = keras.tree.flatten(outputs)
+            outputs = self._keras.call(self._model, self._x, training=False)
+            flat = tf.nest.flatten(outputs)
             before = self._gradients(outputs, flat)
             others = [self._with_others(output, 0.9, 0.01) for output in flat]
             for output, other in zip(flat, others):
                 compat.set_mask(other, compat.mask_of(output))
-            other_outputs = keras.tree.pack_sequence_as(outputs, others)
+            other_outputs = tf.nest.pack_sequence_as(outputs, others)
             after = self._gradients(other_outputs, others)
         if self._differ(before, after):
-            return compat.name_of_loss(self._model)
+            return self._keras.name_of_loss(self._model)
         return None
 
     def mixing_layers(self, batch_norm: str) -> list[Any]:
@@ -173,7 +173,7 @@ class Sample:
             # In a `tf.function` of the user's there are no values to look at.
             if is_test or layer in found or not tf.executing_eagerly():
                 return original(*args, **kwargs)
-            this = _Call(layer, original, args, kwargs)
+            this = _Call(original, args, kwargs, self._values_of(layer))
             is_test = True
             try:
                 if test(this):
@@ -185,19 +185,24 @@ class Sample:
 
         norm = BatchNorm(self._model, batch_norm)
         with self._undone(), norm.watching(), contextlib.ExitStack() as stack:
-            stack.callback(_put_back, _values_of(self._model))
+            stack.callback(_put_back, self._values_of(self._model))
             for layer in (*compat.layers_of(self._model), self._model):
                 watched = functools.partial(call, layer, layer.call)
                 stack.enter_context(replaced(layer, call=watched))
-            compat.call(self._model, self._x, training=True)
+            self._keras.call(self._model, self._x, training=True)
         inside = {id(one): {id(part) for part in compat.layers_of(one)} for one in found}
         ids = set(inside)
         return [layer for layer in found if not inside[id(layer)] & ids]
 
+    def _values_of(self, layer: Any) -> list[tuple[Any, Any]]:
+        local = tf.distribute.get_strategy().experimental_local_results
+        weights = [self._keras.native(weight) for weight in layer.weights]
+        return [(part, part.numpy()) for weight in weights for part in local(weight)]
+
     def _gradients(self, outputs: Any, flat: list[Any]) -> list[Any]:
         with tf.GradientTape() as tape:
             tape.watch([one for one in flat if one.dtype.is_floating])
-            loss = compat.compute_loss(
+            loss = self._keras.compute_loss(
                 self._model, self._x, self._y, outputs, self._sample_weight
             )
         return tape.gradient(loss, flat)
@@ -230,7 +235,7 @@ class Sample:
         with outside_strategy_scope():
             state = [
                 (one, one.numpy())
-                for variable in compat.state_of(self._model)
+                for variable in self._keras.state_of(self._model)
                 for one in local(variable)
             ]
             try:
@@ -242,15 +247,21 @@ class Sample:
 class _Call:
     """The call of a layer, to be made more than once."""
 
-    def __init__(self, layer: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        weights: list[tuple[Any, Any]],
+    ) -> None:
         self._call, self._args, self._kwargs = call, args, kwargs
-        self._weights = _values_of(layer)
+        self._weights = weights
         self.outputs = self.once_more()
 
     def once_more(self, change: Callable[[Any], Any] = lambda leaf: leaf) -> list[Any]:
         """Return the outputs of another call, perhaps with other inputs."""
         args, kwargs = tf.nest.map_structure(change, (self._args, self._kwargs))
-        return keras.tree.flatten(self._call(*args, **kwargs))
+        return tf.nest.flatten(self._call(*args, **kwargs))
 
     def again(self) -> list[Any]:
         """Return the outputs of another call, with the weights of the first."""
@@ -260,12 +271,6 @@ class _Call:
     def put_back(self) -> None:
         """Give the layer the weights it had before."""
         _put_back(self._weights)
-
-
-def _values_of(layer: Any) -> list[tuple[Any, Any]]:
-    local = tf.distribute.get_strategy().experimental_local_results
-    parts = [part for weight in layer.weights for part in local(weight.value)]
-    return [(part, part.numpy()) for part in parts]
 
 
 def _put_back(values: list[tuple[Any, Any]]) -> None:

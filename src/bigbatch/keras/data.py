@@ -12,6 +12,9 @@ import tensorflow as tf
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.compat import per_replica_types
 
+END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
+"""How an iterator says that it has no more batches."""
+
 
 def is_iterator(data: Any) -> bool:
     """Say whether batches can be taken from `data` inside a graph."""

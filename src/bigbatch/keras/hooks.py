@@ -16,7 +16,6 @@ from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.keras import compat
 from bigbatch.keras.announcement import Epoch, announcement, warn_of_conflicts
 from bigbatch.keras.collector import optimizers_of
-from bigbatch.keras.data import on_next, without_optionals
 from bigbatch.keras.insight import Insight, drop_insight, insight_of, set_insight
 from bigbatch.keras.setting import Setting
 from bigbatch.keras.trial import largest_trial_that_fits
@@ -35,23 +34,26 @@ class _Hooks:
         self.setting = setting
         self._fit_arguments: dict[str, Any] | None = None
         self._is_quiet = False
+        self._keras = compat.keras_of(model)
+        self.is_fitting = False
+        """Whether `fit` is running."""
         self.is_training = False
         """Whether a batch of `fit` has been trained on."""
-        self._batches_per_epoch: int | None = None
-        self._logs: Any = None
+        self.batches_per_epoch: int | None = None
+        """After how many batches an epoch of `fit` ends, if that is certain."""
+        self.logs: Any = None
+        """The logs of the last batch."""
         self.engine: Any = None
+        self.is_multi_worker = compat.is_multi_worker(model)
+        """Whether other processes train the model, too."""
         self._signature = inspect.signature(model.fit)
         self.methods = {
             "fit": functools.wraps(model.fit)(
                 lambda *args, **kwargs: self.fit(*args, **kwargs)
             ),
             "make_train_function": self.make_train_function,
-            compat.BUILD_BEFORE_FIT: self.build,
-            compat.END_OF_EPOCH: self.end_epoch,
+            **self._keras.methods(model, self),
         }
-        self._is_multi_worker = compat.is_multi_worker(model)
-        if self._is_multi_worker:
-            self.methods["make_test_function"] = self.make_test_function
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         return self.fit_with(type(self._model).fit, *args, **kwargs)
@@ -67,11 +69,11 @@ class _Hooks:
             self._is_quiet = not self._is_first_worker() or (
                 self._fit_arguments.get("verbose", "auto") == 0
             )
-        self.is_training = False
+        self.is_fitting, self.is_training = True, False
         try:
-            return fit(self._model, *args, **kwargs)
+            return self._keras.fit(self, fit, self._model, *args, **kwargs)
         except BaseException as error:
-            if self._is_multi_worker and isinstance(error, _LOST_WORKER):
+            if self.is_multi_worker and isinstance(error, _LOST_WORKER):
                 raise _lost_worker(error) from error
             if self.engine is not None:
                 self.engine.roll_back()
@@ -80,8 +82,8 @@ class _Hooks:
                 raise _out_of_memory(size, self._size_that_fits(size)) from error
             raise
         finally:
-            self._fit_arguments = self._batches_per_epoch = None
-            self.is_training = False
+            self._fit_arguments = self.batches_per_epoch = None
+            self.is_fitting = self.is_training = False
             insight = insight_of(self._model)
             if insight is not None:
                 insight.logs.clear()
@@ -108,14 +110,17 @@ class _Hooks:
         size = self.setting.microbatch_size
         return size if isinstance(size, int) else getattr(self.engine, "microbatch_size", None)
 
-    def build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        compat.build_under_strategy(self._model, iterator, data_batch)
-        known = compat.certain_batches_of
-        self._batches_per_epoch = None if iterator is None else known(iterator)
-        # The first to see what `fit` trains on; evaluation comes here later.
-        if self._fit_arguments is not None and iterator is not None:
+    def begin(self, batches: tuple[Any, Any, Any], certain: int | None) -> None:
+        """Note what `fit`, or evaluation, is about to be given, and say it if it is `fit`.
+
+        Args:
+            batches: the fields of an `Epoch`.
+            certain: after how many batches every epoch ends, if that is certain.
+        """
+        self.batches_per_epoch = certain
+        if self._fit_arguments is not None:  # the first to come here is `fit`
             arguments, self._fit_arguments = self._fit_arguments, None
-            self._announce(Epoch(*compat.batches_of(iterator)), arguments)
+            self._announce(Epoch(*batches), arguments)
 
     def _announce(self, epoch: Epoch, arguments: dict[str, Any]) -> None:
         callbacks = arguments.get("callbacks") or ()
@@ -130,7 +135,7 @@ class _Hooks:
 
     def _is_first_worker(self) -> bool:
         strategy = compat.strategy_of(self._model)
-        return not self._is_multi_worker or not strategy.cluster_resolver.task_id
+        return not self.is_multi_worker or not strategy.cluster_resolver.task_id
 
     def make_train_function(self, force: bool = False) -> Any:
         model = self._model
@@ -141,41 +146,18 @@ class _Hooks:
             self.engine = self.setting.make_engine(model, self._say)
             model.train_function = self.train
         if isinstance(self.engine, WindowEngine):
-            self.engine.batches_per_epoch = self._batches_per_epoch
+            self.engine.batches_per_epoch = self.batches_per_epoch
         return model.train_function
 
     def train(self, iterator: Any) -> dict[str, Any]:
         self.is_training = True
-        self._logs = self.engine.train(iterator)
-        return self._logs
+        self.logs = self._keras.train(self, self._model, iterator)
+        return self.logs
 
-    def make_test_function(self, force: bool = False) -> Any:
-        """Make what Keras makes, but for several workers, where that fails on numbers."""
-        model, strategy = self._model, compat.strategy_of(self._model)
-
-        def on_batch(data: Any) -> dict[str, Any]:
-            logs = strategy.run(model.test_step, args=(without_optionals(data),))
-            mean = functools.partial(strategy.reduce, tf.distribute.ReduceOp.MEAN, axis=None)
-            return {name: mean(value) for name, value in logs.items()}
-
-        def test(iterator: Any) -> dict[str, Any]:
-            return on_next(iterator, on_batch, on_batch, model.steps_per_execution)[1]
-
-        if model.test_function is None or force:
-            model.test_function = test
-            if not model.run_eagerly:
-                model.test_function = tf.function(test, reduce_retracing=True, autograph=False)
-        return model.test_function
-
-    def end_epoch(self, logs: Any) -> Any:
-        # Evaluation ends here too, perhaps in the middle of a window, with logs of its own.
-        result = getattr(type(self._model), compat.END_OF_EPOCH)
-        if logs is not self._logs:
-            return result(self._model, logs)
-        logs = result(self._model, self.engine.flush() or logs)
+    def extra_logs(self) -> dict[str, float]:
+        """Return what callbacks of bigbatch add to the logs of an epoch."""
         insight = insight_of(self._model)
-        extra = insight.logs if insight else {}
-        return {**logs, **{name: read() for name, read in extra.items()}}
+        return {name: read() for name, read in insight.logs.items()} if insight else {}
 
 
 def attach(model: Any, setting: Setting) -> None:
@@ -289,7 +271,7 @@ def _lost_worker(error: BaseException) -> ContextError:
 def _check_optimizers(model: Any) -> None:
     for optimizer in optimizers_of(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if inner.gradient_accumulation_steps:
+        if getattr(inner, "gradient_accumulation_steps", None):
             raise ArgumentError(
                 explain(
                     received="an optimizer with gradient_accumulation_steps="

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from bigbatch.core.noise import DECAY, MOMENTS, Estimate, moments, noise_and_signal
 from bigbatch.keras.collector import Collected
-from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.compat import undistributed_variable
 from bigbatch.tf.values import WEIGHT_DTYPE, squared_norm
 
 _INSIGHT = "_bigbatch_insight"
@@ -26,9 +26,9 @@ class Insight:
         """Whether gradients are looked at, too, by engines that are made from now on."""
         self.logs: dict[str, Callable[[], float]] = {}
         """What is added to the logs of an epoch, by name."""
-        with tf.init_scope(), outside_strategy_scope(), tf.device("CPU:0"):
-            self._counts = tf.Variable(tf.zeros([3], WEIGHT_DTYPE), trainable=False)
-            self._average = tf.Variable(tf.zeros([MOMENTS + 1], WEIGHT_DTYPE), trainable=False)
+        with tf.init_scope(), tf.device("CPU:0"):
+            self._counts = undistributed_variable(tf.zeros([3], WEIGHT_DTYPE))
+            self._average = undistributed_variable(tf.zeros([MOMENTS + 1], WEIGHT_DTYPE))
 
     @property
     def variables(self) -> list[Any]:
@@ -51,7 +51,7 @@ class Insight:
 
         Args:
             sums: what `of_microbatch` returned, added up.
-            means: the optimizers, each with the gradients that it is given.
+            means: the gradients that optimizers are given, each with the scale of its loss.
             scale: what turns the sums of squares into their mean over samples.
         """
         count, samples = sums["counts"]
@@ -59,9 +59,8 @@ class Insight:
         if not self.with_noise:
             return
         of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
-        for (optimizer, gradients), squares in zip(means, sums["squares"]):
-            # Gradients are those of a loss that may have been scaled.
-            loss_scale = tf.cast(optimizer.scale_loss(tf.ones([])), WEIGHT_DTYPE) ** 2
+        for (loss_scale, gradients), squares in zip(means, sums["squares"]):
+            loss_scale = tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
             of_mean += squared_norm(gradients) / loss_scale
             of_parts += squares * scale / loss_scale
         noise, signal = noise_and_signal(of_parts, of_mean, samples, count)

@@ -7,7 +7,6 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from bigbatch.keras import compat
@@ -28,6 +27,8 @@ from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.buffers import DenseSum
 from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.optimizers import adapted
+from bigbatch.tf.plain_optimizers import PlainOptimizer
 from bigbatch.tf.values import (
     WEIGHT_DTYPE,
     after,
@@ -49,7 +50,10 @@ class Whole:
     """What is known of the batch when one of its micro-batches runs."""
 
     unit: Any
-    """What gradients are divided by: the samples of this replica, or about as many."""
+    """What gradients are divided by: about the samples of the batch on all replicas.
+
+    So float16 meets numbers of the size they have in the full batch.
+    """
     samples: Any = None
     """The samples of the batch on all replicas, if they are known."""
     denominators: list[Any] | None = None
@@ -72,11 +76,13 @@ class Runner:
     def __init__(self, model: Any, batch_norm: str, lengths: Lengths) -> None:
         self._model = model
         self._lengths = lengths
+        self._keras = compat.keras_of(model)
         self.strategy = compat.strategy_of(model)
         self._replicas = self.strategy.num_replicas_in_sync
         self._norm = BatchNorm(model, batch_norm)
         # What a micro-batch has turned out to do, known when it has been traced.
         self._collected: list[Collected] = []
+        self._optimizers: list[PlainOptimizer] = []
         self._structure: Any = None
         self._sums: dict[tuple[int, int], DenseSum] = {}
         self._insight = insight_of(model)
@@ -131,6 +137,7 @@ class Runner:
         """Run `train_step` on a micro-batch without an update; return what adds up."""
         samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
         recorder = TermRecorder(
+            self._keras,
             functools.partial(self._correction, whole, samples),
             self._lengths,
             replicas=self._replicas,
@@ -145,10 +152,13 @@ class Runner:
             lambda loss: times(loss, weight()),
             lambda collected: self._keep(weight(), collected),
         )
-        terms = recorder.watching(self._model)
-        losses = compat.losses_of_one_replica(self._model, self._replicas)
-        with self._norm.watching() as moments, terms, losses, gradients as collected:
-            logs = compat.train_step_of(self._model)(data)
+        with contextlib.ExitStack() as stack:
+            moments = stack.enter_context(self._norm.watching())
+            stack.enter_context(recorder.watching(self._model))
+            stack.enter_context(self._keras.losses_of_one_replica(self._model, self._replicas))
+            stack.enter_context(self._keras.metrics_on_replicas(self._model))
+            collected = stack.enter_context(gradients)
+            logs = self._keras.train_step_of(self._model)(data)
         self._collected = collected
         insight = None
         if self._insight is not None:
@@ -173,11 +183,11 @@ class Runner:
         return (
             self._replicas > 1
             and whole.denominators is None
-            and not compat.has_own_train_step(model)
-            and not compat.uses_inputs_after_call(model)
-            and compat.number_of_terms(model) == 1
-            and not compat.losses_of_layers(model)
-            and not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+            and not self._keras.has_own_train_step(model)
+            and not self._keras.uses_inputs_after_call(model)
+            and self._keras.number_of_terms(model) == 1
+            and not self._keras.losses_of_layers(model)
+            and not self._keras.scales_loss(model.optimizer)
         )
 
     @staticmethod
@@ -192,8 +202,9 @@ class Runner:
         """Return what a term is multiplied by, given its denominator in a micro-batch."""
         if denominator is OWN:
             return None
+        divided = self._keras.divides_by_replicas(self._replicas)
         if denominator is SAMPLES:
-            return None if self._replicas == 1 else self._replicas
+            return None if divided == 1 else divided
         if whole.samples is None or (denominator is not ONE and whole.denominators is None):
             raise DenominatorsNeededError
         if denominator is ONE:
@@ -201,33 +212,36 @@ class Runner:
         assert whole.denominators is not None
         of_batch = whole.denominators[position % len(whole.denominators)]
         share = tf.math.divide_no_nan(denominator * whole.samples, of_batch * samples)
-        return share * self._replicas
+        return share * divided
 
     def counts(self, data: Any) -> list[Any]:
         """Return the samples, and what the terms divide by, of one micro-batch.
 
         Of the forward pass only masks and shapes are computed.
         """
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        recorder = TermRecorder(lambda *_: None, self._lengths)
+        x, y, sample_weight = self._keras.unpacked(data)
+        recorder = TermRecorder(self._keras, lambda *_: None, self._lengths)
         # The compiled loss alone: an own compute_loss may change state, and must not twice.
         # Neither must metrics of layers.
         with contextlib.ExitStack() as stack:
             for metric in self._model.metrics:
                 stack.enter_context(replaced(metric, update_state=lambda *_, **__: None))
             stack.enter_context(recorder.watching(self._model))
-            compat.compile_loss_of(self._model)(
-                y, compat.call(self._model, x, training=False), sample_weight
-            )
+            y_pred = self._keras.call(self._model, x, training=False)
+            self._keras.compute_compiled_loss(self._model, y, y_pred, sample_weight)
         samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
         return [samples, *(samples if isinstance(d, str) else d for d in recorder.denominators)]
 
     def whole(self, counts: list[Any]) -> Whole:
         """Return what `counts`, added up on this replica, say of the batch on all of them."""
-        unit = counts[0]
+        unit = self.unit(counts[0])
         if self._replicas > 1:
             counts = replicas.sum_from_inside(counts)
         return Whole(unit, counts[0], list(counts[1:]))
+
+    def unit(self, samples: Any) -> Any:
+        """Return the unit of gradients, given the samples of this replica."""
+        return samples if self._replicas == 1 else samples * self._replicas
 
     def close(self, sums: dict[str, Any], unit: Any, *, is_known: bool = False) -> list[Any]:
         """Return what adds up over replicas.
@@ -274,22 +288,24 @@ class Runner:
                 for one, mean in zip(self._collected, gradients)
             ]
             if self._insight is not None:
-                optimizers = [one.optimizer for one in self._collected]
+                scales = [
+                    self._keras.scale_of_gradients(one.optimizer) for one in self._collected
+                ]
                 # Gradients were weighted with the mass, squares are to be with samples.
                 scale = scale * divided(count, mass)
-                self._insight.note(sums["insight"], list(zip(optimizers, means)), scale)
-            for one, mean in zip(self._collected, means):
-                one.optimizer.apply(mean, one.variables)
+                self._insight.note(sums["insight"], list(zip(scales, means)), scale)
+            for optimizer, mean in zip(self._optimizers, means):
+                optimizer.apply(self.strategy, mean)
             self._norm.update(sums["moments"])
         self._close_sums()
         return self.logs.update(sums["logs"], count, mass)
 
     def _build_optimizers(self) -> None:
         """Make the variables of optimizers that Keras does not know of, as of all others."""
-        for one in self._collected:
-            if not one.optimizer.built:
-                with tf.init_scope(), self.strategy.scope():
-                    one.optimizer.build(one.variables)
+        with tf.init_scope(), self.strategy.scope():
+            self._optimizers = [
+                adapted(one.optimizer, one.variables) for one in self._collected
+            ]
 
     def _close_sums(self) -> None:
         def local() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from bigbatch.core.window import UNBOUNDED
+from bigbatch.keras import compat
 from bigbatch.keras.coupling import FirstLook, warn_of_coupled_loss
 from bigbatch.keras.data import (
     is_iterator,
@@ -41,7 +42,8 @@ class SplitEngine:
         self.state = State(model)
         """What training changes beside weights."""
         self._first_look = FirstLook(model, warn_of_coupled_loss)
-        self._batches = model.steps_per_execution
+        self._keras = compat.keras_of(model)
+        self._is_single = self._keras.batches_per_call(model) == 1
         self._on_batch: Any = self._train_on
         self._on_iterator: Any = self._train_on_next
         self.make_functions()
@@ -57,15 +59,18 @@ class SplitEngine:
     def train(self, iterator: Any) -> dict[str, Any]:
         """Train on the next batches of `iterator`, one update each; return the logs."""
         types = iterator.element_spec if is_iterator(iterator) else None
+        count = self._keras.batches_per_call(self._model)
         with self.state.protected():
             if types is not None:
                 self.prepare(types)
                 if self._first_look.is_done or self._microbatch_size == UNBOUNDED:
-                    return self._on_iterator(iterator)
+                    return self._on_iterator(
+                        iterator, 1 if self._is_single else tf.constant(count)
+                    )
                 if not self._model.run_eagerly:  # once, for batches of any size
                     self._on_batch.get_concrete_function(types)
             logs = {}
-            for data in next_batches(iterator, self._batches):
+            for data in next_batches(iterator, count):
                 if types is None:
                     self.prepare(data)
                 if self._microbatch_size != UNBOUNDED:  # or batches are whole
@@ -119,8 +124,8 @@ class SplitEngine:
     def roll_back(self) -> None:
         """Do nothing, for the same reason."""
 
-    def _train_on_next(self, iterator: Any) -> dict[str, Any]:
-        return on_next(iterator, self._on_batch, self._on_batch, self._batches)[1]
+    def _train_on_next(self, iterator: Any, count: Any) -> dict[str, Any]:
+        return on_next(iterator, self._on_batch, self._on_batch, count)[1]
 
     def _train_on(self, data: Any, size: Any = None) -> dict[str, Any]:
         """Make one update from a whole batch, outside `strategy.run`; return the logs."""
@@ -144,7 +149,8 @@ class SplitEngine:
         except DenominatorsNeededError:
             counts = self._total(self._runner.counts, batch, size)
             sums = self._run(batch, size, self._runner.whole(counts))
-        return self._runner.close(sums, sums["samples"], is_known=isinstance(batch.count, int))
+        unit = self._runner.unit(sums["samples"])
+        return self._runner.close(sums, unit, is_known=isinstance(batch.count, int))
 
     def _batch(self, data: Any) -> Batch:
         return Batch((data,), may_be_empty=self._runner.strategy.num_replicas_in_sync > 1)
@@ -154,13 +160,13 @@ class SplitEngine:
         count = tf.cast(batch.count, WEIGHT_DTYPE)
         if whole is None:
             several = self._runner.strategy.num_replicas_in_sync > 1
-            whole = Whole(count, None if several else count)
+            whole = Whole(self._runner.unit(count), None if several else count)
         compute = functools.partial(self._runner.run, whole=whole)
         sums = self._total(compute, batch, size, begin=self._runner.open)
         return {**sums, "samples": count}
 
     def _total(self, compute: Any, batch: Batch, size: Any, **options: Any) -> Any:
-        jit_compile = self._model.jit_compile
+        jit_compile = self._keras.jit_compile(self._model)
         return total(compute, batch, size, jit_compile=jit_compile, **options)
 
     def _size_for(self, batch: Batch) -> Any:

@@ -5,16 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any, Iterator
 
-import tensorflow as tf
-
 from bigbatch.errors import ContextError, explain
 from bigbatch.keras import compat
-from bigbatch.keras.data import without_optionals
+from bigbatch.keras.data import END_OF_DATA, without_optionals
 from bigbatch.tf.snapshot import Snapshot
-
-END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
-"""How an iterator says that it has no more batches."""
-
 
 HALF_UPDATED = explain(
     received="an optimizer that ran out of memory in the middle of an update",
@@ -43,9 +37,10 @@ class State:
         that can be built only by training is built in the first trace, as in plain Keras, and
         is protected from the second call on.
         """
-        self.is_complete = compat.build(self._model, without_optionals(data))
+        keras = compat.keras_of(self._model)
+        self.is_complete = keras.build(self._model, without_optionals(data))
         is_first = self._snapshot is None
-        variables = compat.state_of(self._model)
+        variables = keras.state_of(self._model)
         self.is_complete = self.is_complete or not is_first
         with compat.strategy_of(self._model).scope():
             self._snapshot = Snapshot(variables)

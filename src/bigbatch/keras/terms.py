@@ -14,10 +14,8 @@ import enum
 import functools
 from typing import Any, Callable, Iterator, NamedTuple
 
-import keras
 import tensorflow as tf
 
-from bigbatch.keras import compat
 from bigbatch.keras.patching import replaced
 from bigbatch.tf.values import WEIGHT_DTYPE
 
@@ -44,20 +42,16 @@ class DenominatorsNeededError(Exception):
 
 
 def denominator(
-    loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, lengths: Lengths
+    keras: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, lengths: Lengths
 ) -> Any:
     """Return what `loss` divides the sum over these samples by, or `SAMPLES`, `OWN`, `ONE`.
 
     This is the arithmetic of `keras.losses.Loss`, of which only the quotient is public.
     """
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
+    elements = keras.elements(loss, y_true, y_pred)
+    if elements is None:
         return OWN
-    convert = lambda value: keras.ops.convert_to_tensor(value, dtype=loss.dtype)  # noqa: E731
-    values = loss.call(
-        keras.tree.map_structure(convert, y_true), keras.tree.map_structure(convert, y_pred)
-    )
-    masks = [compat.mask_of(y_pred), compat.mask_of(values)]
-    masks = [mask for mask in masks if mask is not None]
+    values, masks = elements
     if not tf.is_tensor(values) or values.shape.rank == 0:
         # Weights, if there are any, make it one number per sample again.
         return SAMPLES if masks or sample_weight is not None else OWN
@@ -66,16 +60,16 @@ def denominator(
     if loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None):
         weights = [*masks] if sample_weight is None else [*masks, sample_weight]
         return tf.reduce_sum(_product(weights))
-    elements = tf.cast(tf.size(values), WEIGHT_DTYPE)
+    size = tf.cast(tf.size(values), WEIGHT_DTYPE)
     if not masks:
         per_sample = values.shape[1:]
         proportional = lengths is Lengths.SAME or not per_sample.rank
         if lengths is Lengths.DECLARED:
             proportional = per_sample.is_fully_defined()
-        return SAMPLES if proportional else elements
+        return SAMPLES if proportional else size
     # As many elements as there are, less those under the mask.
     mask = _product(masks)
-    return elements * tf.reduce_sum(mask) / tf.cast(tf.size(mask), WEIGHT_DTYPE)
+    return size * tf.reduce_sum(mask) / tf.cast(tf.size(mask), WEIGHT_DTYPE)
 
 
 def _product(tensors: list[Any]) -> Any:
@@ -86,31 +80,6 @@ def _product(tensors: list[Any]) -> Any:
         tensor = tf.squeeze(tensor, -1) if tensor.shape.rank > rank else tensor
         product = product * tf.cast(tensor, WEIGHT_DTYPE)
     return product
-
-
-@contextlib.contextmanager
-def watching_loss(
-    compile_loss: Any, replace_loss: Callable[[Any], Any], record: Callable[[Any, Any], None]
-) -> Iterator[None]:
-    """Return a block in which the terms of a compiled loss (or `None`) are replaced.
-
-    See `compat.with_terms`.
-    """
-    if compile_loss is None:
-        yield
-        return
-    original = compile_loss.call
-
-    def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return compat.with_terms(
-            compile_loss,
-            replace_loss,
-            record,
-            lambda: original(y_true, y_pred, sample_weight),
-        )
-
-    with replaced(compile_loss, call=call):
-        yield
 
 
 class Number(NamedTuple):
@@ -128,6 +97,7 @@ class TermRecorder:
     """Sees every term of the compiled loss in one micro-batch, and corrects its weight.
 
     Args:
+        keras: what knows the Keras of the model.
         correction: called with the position of a term and its denominator in the micro-batch;
             returns the factor to multiply it by.
         lengths: what the micro-batches of the batch have in common.
@@ -138,12 +108,14 @@ class TermRecorder:
 
     def __init__(
         self,
+        keras: Any,
         correction: Callable[[int, Any], Any],
         lengths: Lengths,
         *,
         replicas: int = 1,
         can_weigh: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._keras = keras
         self._correction = correction
         self._lengths = lengths
         self._replicas = replicas
@@ -160,11 +132,10 @@ class TermRecorder:
         """Return a block in which losses and the values of `Mean` metrics pass through here."""
         with contextlib.ExitStack() as stack:
             for metric in model.metrics:
-                if type(metric) is keras.metrics.Mean:
+                if self._keras.is_mean(metric):
                     update_state = functools.partial(self._update, metric, metric.update_state)
                     stack.enter_context(replaced(metric, update_state=update_state))
-            compile_loss = compat.compile_loss_of(model)
-            stack.enter_context(watching_loss(compile_loss, self._corrected, self._record))
+            stack.enter_context(self._keras.watching_loss(model, self._corrected, self._record))
             yield
 
     def left_alone(self, model: Any) -> set[str]:
@@ -172,18 +143,18 @@ class TermRecorder:
         updated = self._updated | {id(number.metric) for number in self.numbers}
         said, unsaid = set(), set()
         for metric in model.metrics:
-            is_known = type(metric) is keras.metrics.Mean and id(metric) not in updated
+            is_known = self._keras.is_mean(metric) and id(metric) not in updated
             (unsaid if is_known else said).add(metric.name)
         return unsaid - said
 
     def _corrected(self, loss: Any) -> Callable[..., Any]:
         def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             position = len(self.denominators)
-            by = denominator(loss, y_true, y_pred, sample_weight, self._lengths)
+            by = denominator(self._keras, loss, y_true, y_pred, sample_weight, self._lengths)
+            value = self._keras.value_of(loss, y_true, y_pred, sample_weight, by)
             if tf.is_tensor(by) and self._can_weigh():
                 self.mass, by = by, SAMPLES
             self.denominators.append(by)
-            value = loss(y_true, y_pred, sample_weight)
             factor = self._correction(position, by)
             if factor is None:
                 return value
@@ -203,7 +174,7 @@ class TermRecorder:
         micro-batches count for.
         """
         self._updated.add(id(metric))
-        values = keras.ops.convert_to_tensor(values)
+        values = tf.convert_to_tensor(values)
         is_once = sample_weight is None or self.mass is not None
         if values.shape.rank == 0 and is_once:
             is_loss = sample_weight is not None

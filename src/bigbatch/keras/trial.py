@@ -86,14 +86,15 @@ def unchanged(model: Any) -> Iterator[Callable[[], None]]:
 
 def all_variables_of(model: Any) -> list[Any]:
     """Return the variables of a model, its optimizers and metrics, on each replica here."""
-    variables = [*model.variables, *model.metrics_variables]
+    keras = compat.keras_of(model)
+    variables = [*model.variables, *keras.metrics_variables(model)]
     for optimizer in optimizers_of(model):
-        variables += optimizer.variables
-    values = [getattr(variable, "value", variable) for variable in variables]
+        variables += keras.optimizer_variables(optimizer)
+    values = [keras.native(variable) for variable in variables]
     insight = insight_of(model)
     values += insight.variables if insight else []
     local = compat.strategy_of(model).experimental_local_results
-    parts = {id(p): p for v in [*values, *compat.state_of(model)] for p in local(v)}
+    parts = {id(p): p for v in [*values, *keras.state_of(model)] for p in local(v)}
     return list(parts.values())
 
 

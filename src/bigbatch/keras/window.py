@@ -13,6 +13,7 @@ from bigbatch.keras import compat
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.coupling import FirstLook, warn_of_coupled_loss
 from bigbatch.keras.data import (
+    END_OF_DATA,
     as_tensor,
     is_iterator,
     on_next,
@@ -20,7 +21,7 @@ from bigbatch.keras.data import (
     without_optionals,
 )
 from bigbatch.keras.runner import Runner, Whole
-from bigbatch.keras.state import END_OF_DATA, State
+from bigbatch.keras.state import State
 from bigbatch.keras.terms import DenominatorsNeededError, Lengths
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
@@ -61,6 +62,7 @@ class WindowEngine:
         self._model = model
         self._accumulation_steps = accumulation_steps
         self._batch_norm = batch_norm
+        self._keras = compat.keras_of(model)
         self._state = State(model)
         self._first_look = FirstLook(model, warn_of_coupled_loss)
         self._runner: Any = None
@@ -79,7 +81,7 @@ class WindowEngine:
     def train(self, iterator: Any) -> dict[str, Any]:
         """Train on the next batches of `iterator`, at once or later; return the logs."""
         iterator = iterator if is_iterator(iterator) else iter(iterator)
-        count = self._model.steps_per_execution
+        count = self._keras.batches_per_call(self._model)
         if is_iterator(iterator):
             self._batches += count
         with self._protected():
@@ -161,7 +163,7 @@ class WindowEngine:
             if int(done) < wanted:  # the data has come to its end
                 self._waiting = 0
                 # Whole calls that have found nothing: Keras wants to know.
-                if expected - int(done) >= self._model.steps_per_execution:
+                if expected - int(done) >= self._keras.batches_per_call(self._model):
                     raise StopIteration
 
     def _train_now(self, iterator: Any, left: int) -> None:
@@ -209,7 +211,7 @@ class WindowEngine:
         if is_iterator(iterator):
             self._prepare(iterator.element_spec, Lengths.DECLARED)
             if not self._holds and self._first_look.is_done:
-                if self._model.steps_per_execution > 1:
+                if self._keras.batches_per_call(self._model) > 1:
                     wanted = tf.constant(wanted)
                 done, logs = self._add_next(iterator, wanted, self._length_tensor, is_first)
                 return int(done), logs
@@ -223,7 +225,7 @@ class WindowEngine:
             return 1, self._logs_so_far()
         self._count(data, is_first)
         self._held.append(data)
-        return 1, self._model.get_metrics_result()
+        return 1, self._keras.results(self._model)
 
     def _prepare(self, types: Any, lengths: Lengths) -> None:
         """Trace a micro-batch and make the buffers, given the types of data."""
@@ -237,7 +239,7 @@ class WindowEngine:
             RunningTotal,
             runner.strategy,
             run_eagerly=model.run_eagerly,
-            jit_compile=model.jit_compile,
+            jit_compile=self._keras.jit_compile(model),
         )
         with runner.strategy.scope():
             self._unit = local_variable(tf.zeros([], WEIGHT_DTYPE))
@@ -248,7 +250,8 @@ class WindowEngine:
         try:
             self._total.prepare(types)
             # Without a graph nothing is known before it happens.
-            self._holds = model.run_eagerly and compat.compile_loss_of(model) is not None
+            has_loss = self._keras.compile_loss_of(model) is not None
+            self._holds = model.run_eagerly and has_loss
         except DenominatorsNeededError:
             self._holds = True
             self._counts.prepare(types)
@@ -316,12 +319,9 @@ class WindowEngine:
         return {name: divided(value, summed[1]) for name, value in summed[0].items()}
 
     def _open(self, data: Any, length: Any) -> None:
-        """Choose the unit of the gradients: as many samples as the window is likely to have.
-
-        So float16 meets numbers of the size they have in the full batch.
-        """
+        """Choose the unit of the gradients: as many samples as the window is likely to have."""
         samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
-        self._unit.assign(tf.maximum(samples, 1) * length)
+        self._unit.assign(self._runner.unit(tf.maximum(samples, 1) * length))
 
     def _count(self, data: Any, is_first: bool) -> None:
         self._counts.add(data, is_first=is_first)

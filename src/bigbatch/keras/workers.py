@@ -128,7 +128,7 @@ class WorkersEngine(SplitEngine):
 
     def _finish(self, sums: Any) -> dict[str, Any]:
         def local(sums: Any) -> list[Any]:
-            return self._runner.close(dict(sums), sums["samples"])
+            return self._runner.close(dict(sums), self._runner.unit(sums["samples"]))
 
         strategy, variables = self._runner.strategy, self._model.trainable_variables
         flat = replicas.sum_from_outside(strategy, variables, local, (sums,))

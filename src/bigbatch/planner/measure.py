@@ -17,7 +17,7 @@ from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of
 from bigbatch.core.report import progress
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.keras import compat
-from bigbatch.keras.accumulate import check_compiled, check_model
+from bigbatch.keras.accumulate import check_compiled, check_keras_3, check_model
 from bigbatch.keras.collector import optimizers_of
 from bigbatch.keras.coupling import Sample
 from bigbatch.keras.data import as_fit_has_it
@@ -86,6 +86,7 @@ def plan(
         (64, 1)
     """
     check_model(model)
+    check_keras_3(model, "plan")
     batch_size = positive_integer(batch_size, "batch_size")
     limit = None if memory_limit is None else bytes_of(memory_limit)
     check_compiled(model)
@@ -116,7 +117,7 @@ class _Trials:
         self._strategy = compat.strategy_of(model)
         self._batch_size = batch_size
         self._share = -(-batch_size // self._strategy.num_replicas_in_sync)
-        compat.build_under_strategy(model, None, data)
+        compat.keras_of(model).build_under_strategy(model, None, data)
         self._engine = setting_of(model).make_split_engine(model)
         self._engine.prepare(data)
         self._sample = Sample(model, data)

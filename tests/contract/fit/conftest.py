@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import keras
 import pytest
 
 from fit_cases import MODES
+
+from stack import set_float
 
 
 @pytest.fixture(params=MODES)
@@ -17,11 +18,6 @@ def mode(request):
 @pytest.fixture
 def float64():
     """Everything in float64, where only rounding at the sixteenth digit is left."""
-
-    def use(dtype):
-        keras.config.set_floatx(dtype)
-        keras.config.set_dtype_policy(dtype)
-
-    use("float64")
+    set_float("float64")
     yield
-    use("float32")
+    set_float("float32")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 
 import bigbatch
 from fit_cases import MODES, check_same
 
 from problems import TOLERANCE
+from stack import keras, set_policy
 
 
 def spy_on_updates(monkeypatch):
     seen = []
     update_step = keras.optimizers.SGD.update_step
 
-    def spy(self, gradient, variable, learning_rate):
+    def spy(self, gradient, variable, *learning_rate):
         seen.append((type(gradient).__name__, gradient.dtype.name))
-        return update_step(self, gradient, variable, learning_rate)
+        return update_step(self, gradient, variable, *learning_rate)
 
     monkeypatch.setattr(keras.optimizers.SGD, "update_step", spy)
     return seen
@@ -58,7 +58,7 @@ def test_repeated_rows_are_kept_apart_as_in_the_full_batch(mode):
 
 def test_sums_of_half_precision_are_kept_in_float32(mode):
     """1 + 2**-11 is lost in float16: 512 micro-batches would add up to 1, not 1.25."""
-    keras.config.set_dtype_policy("float16")
+    set_policy("float16")
     try:
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
         model.compile(keras.optimizers.SGD(1.0), lambda y, y_pred: y_pred * y)
@@ -72,6 +72,6 @@ def test_sums_of_half_precision_are_kept_in_float32(mode):
         size = 513 if mode == "split" else 1
         model.fit(x, y, batch_size=size, shuffle=False, verbose=0)
     finally:
-        keras.config.set_dtype_policy("float32")
+        set_policy("float32")
     exact = -float(np.mean(y.astype("float16").astype("float64")))
     np.testing.assert_allclose(model.get_weights()[0].item(), exact, rtol=2**-11)

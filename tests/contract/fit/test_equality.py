@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -25,6 +24,7 @@ from fit_cases import (
 )
 
 from problems import TOLERANCE, largest_difference
+from stack import IS_KERAS_3, PyDataset, keras, new_optimizers, set_policy
 
 
 @functools.cache
@@ -71,14 +71,14 @@ ON_REPLICAS = [  # each for another way to share a loss, or its logs, among repl
     "own state in the loss",
     "own compute_loss",
 ]
+# In Keras 2 a layer of a functional model cannot update a metric in a strategy's scope.
+ON_REPLICAS = [
+    one for one in ON_REPLICAS if one in CASES and (IS_KERAS_3 or "layer" not in one)
+]
+IN_CI = {"regularised", "metrics of a layer", "two outputs", "own train_step"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    mostly_matrix(
-        ON_REPLICAS, ["regularised", "metrics of a layer", "two outputs", "own train_step"]
-    ),
-)
+@pytest.mark.parametrize("name", mostly_matrix(ON_REPLICAS, IN_CI & set(ON_REPLICAS)))
 def test_on_two_replicas(name, mode, mirrored):
     with mirrored.scope():  # batches of 21 samples: 11 and 10; of 7: 4 and 3; of 1: 1 and none
         result = CASES[name].accumulate(mode)
@@ -109,7 +109,7 @@ def feeds(size):
 
     slices = [slice(start, start + size) for start in range(0, SAMPLES, size)]
 
-    class Sequence(keras.utils.PyDataset):
+    class Sequence(PyDataset):
         def __len__(self):
             return len(slices)
 
@@ -143,6 +143,7 @@ class Reconstructs(keras.Sequential):
         return super().compute_loss(x, x, y_pred, sample_weight)
 
 
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 wants targets if there is a loss")
 def test_inputs_without_targets(mode):
     case = Case(lambda: Reconstructs([keras.Input((5,)), keras.layers.Dense(5)]), y=None)
     check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])
@@ -209,8 +210,10 @@ def test_mixed_precision(policy, devices, mode, mirrored):
         hidden = keras.layers.Dense(8, "tanh", dtype=policy)
         return keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(3)], name="m")
 
-    case = Case(make, fit={"epochs": 3})
-    keras.config.set_dtype_policy(policy)
+    # Not with averages of weights, which Keras 2.10 cannot have with loss scaling.
+    adam = lambda: new_optimizers().Adam(0.01, global_clipnorm=0.1)  # noqa: E731
+    case = Case(make, fit={"epochs": 3}, optimizer=adam)
+    set_policy(policy)
     try:
         expected, _ = case.train()
         if devices == "one device":
@@ -219,9 +222,9 @@ def test_mixed_precision(policy, devices, mode, mirrored):
             with mirrored.scope():
                 model, _ = case.accumulate(mode)
     finally:
-        keras.config.set_dtype_policy("float32")
+        set_policy("float32")
     if policy == "mixed_float16":
-        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        assert type(model.optimizer).__name__.startswith("LossScaleOptimizer")
     assert int(model.optimizer.iterations.numpy()) == int(expected.optimizer.iterations)
     # The gradients of a micro-batch are rounded to 16 bits, those of the batch once: with 11
     # bits of precision, or 8. A mean of means is off by 2e-2.
@@ -247,6 +250,9 @@ def sentence_model(mask_zero):
     )
 
 
+@pytest.mark.skipif(
+    keras.__version__.startswith("2.10."), reason="Keras 2.10 divides by what is masked, too"
+)
 @pytest.mark.parametrize("fed_by", ["fit", "train_on_batch"])
 def test_micro_batches_of_different_lengths_are_weighted_by_elements(fed_by):
     """The full batch is padded to the longest, with the padding masked."""

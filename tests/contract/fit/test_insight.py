@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -15,6 +14,7 @@ from bigbatch.errors import ContextError
 from fit_cases import CASES, DENSE_X, MODES
 
 from problems import TOLERANCE, largest_difference
+from stack import keras, with_loss_scale
 
 SAMPLES, BATCH, SIZE = 70, 35, 10
 """Two updates, each of micro-batches of 10, 10, 10 and 5 samples."""
@@ -63,7 +63,7 @@ def expected_estimate(model, x, parts_of_batches):
         norms = [squared_norm(gradients(rows)) for rows in parts]
         whole = gradients(slice(parts[0].start, parts[-1].stop))
         estimator.add([rows.stop - rows.start for rows in parts], norms, squared_norm(whole))
-        optimizer.apply(whole, variables)
+        optimizer.apply_gradients(zip(whole, variables))
     return estimator.estimate
 
 
@@ -95,7 +95,7 @@ def test_the_estimate_is_that_of_plain_gradients(name, mode, optimizer):
     expected = expected_estimate(copy, x, parts_of(mode))
     sgd = keras.optimizers.SGD(0.01)
     if optimizer == "loss scaling":
-        sgd = keras.optimizers.LossScaleOptimizer(sgd, initial_scale=1024.0)
+        sgd = with_loss_scale(sgd, 1024.0)
     model.compile(sgd, "mse")
     setting, size = setting_of(mode)
     bigbatch.accumulate(model, **setting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,6 +9,7 @@ import tensorflow as tf
 from fit_cases import CASES, DENSE_X, MODES, Case, check_same, dense, rng
 
 from problems import TOLERANCE
+from stack import keras
 
 
 class Events(keras.callbacks.Callback):
@@ -60,7 +60,7 @@ def test_a_loss_that_an_own_train_step_returns_and_no_metric_has(mode):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
             variables = self.trainable_variables
-            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables))
             return {"loss": loss}
 
     case = Case(lambda: Own([keras.Input((5,)), keras.layers.Dense(3)]), loss=None)
@@ -83,7 +83,9 @@ def test_metrics_that_are_no_means(mode):
     )
 
     def with_metrics():
-        return case.compiled(metrics=[keras.metrics.AUC(name="auc"), "precision"])
+        return case.compiled(
+            metrics=[keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="p")]
+        )
 
     result, expected = with_metrics().accumulate(mode), with_metrics().train()
     check_same(result, expected, TOLERANCE["float32"])

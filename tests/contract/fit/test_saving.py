@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,6 +18,7 @@ import bigbatch
 from fit_cases import BATCH, CASES, DENSE_X, DENSE_Y, MODES, dense
 
 from problems import TOLERANCE, largest_difference
+from stack import IS_KERAS_3, keras, load_model
 
 PLAIN = {"fit", "make_train_function", "_maybe_symbolic_build", "_bigbatch_hooks"}
 
@@ -39,7 +39,7 @@ def test_a_loaded_model_is_plain_and_can_be_accumulated_again(tmp_path, mode):
     setting, size = MODES[mode]
     model, _ = CASES["dense"].accumulate(mode)
     model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    loaded = load_model(tmp_path / "model.keras")
     assert is_plain(loaded)
     assert largest_difference(loaded, model) == 0
     expected, _ = CASES["dense"].train()
@@ -49,6 +49,7 @@ def test_a_loaded_model_is_plain_and_can_be_accumulated_again(tmp_path, mode):
     assert largest_difference(loaded, expected) <= TOLERANCE["float32"]
 
 
+@pytest.mark.sampled(2)
 def test_it_loads_and_trains_where_bigbatch_is_not_installed(tmp_path, mode):
     model, _ = CASES["dense"].accumulate(mode)
     model.save(tmp_path / "model.keras")
@@ -83,9 +84,26 @@ def test_copies_are_plain(how, mode):
     assert not is_plain(model)
 
 
+@pytest.mark.skipif(IS_KERAS_3, reason="formats of Keras 2")
+@pytest.mark.filterwarnings("ignore:You are saving your model as an HDF5 file")
+@pytest.mark.parametrize("name", ["model.h5", "saved_model"])
+def test_older_formats(name, tmp_path, mode):
+    """What goes on from them is what goes on from the file of a plain model."""
+    loaded = []
+    for train in (functools.partial(CASES["dense"].accumulate, mode), CASES["dense"].train):
+        model, _ = train()
+        path = str(tmp_path / str(len(loaded)) / name)
+        model.save(path)
+        loaded.append(load_model(path))
+        assert is_plain(loaded[-1])
+        assert largest_difference(loaded[-1], model) == 0
+        loaded[-1].fit(DENSE_X, DENSE_Y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert largest_difference(*loaded) <= TOLERANCE["float32"]
+
+
 def test_export(tmp_path, mode):
     model, _ = CASES["dense"].accumulate(mode)
-    model.export(tmp_path / "exported", verbose=False)
+    model.export(str(tmp_path / "exported"), **({"verbose": False} if IS_KERAS_3 else {}))
     loaded = tf.saved_model.load(str(tmp_path / "exported"))
     served = loaded.serve(tf.constant(DENSE_X, tf.float32))
     np.testing.assert_allclose(served, model.predict(DENSE_X, verbose=0), rtol=1e-5, atol=1e-6)
@@ -95,7 +113,9 @@ def test_callbacks_that_write(tmp_path, mode):
     def train(folder, train):
         path = tmp_path / folder
         callbacks = [
-            keras.callbacks.ModelCheckpoint(path / "best.keras", "loss", save_best_only=True),
+            keras.callbacks.ModelCheckpoint(
+                str(path / "best.keras"), "loss", save_best_only=True
+            ),
             keras.callbacks.EarlyStopping("loss", min_delta=100, patience=1),
             keras.callbacks.TensorBoard(path / "logs", update_freq="batch"),
             keras.callbacks.CSVLogger(path / "log.csv"),
@@ -105,7 +125,7 @@ def test_callbacks_that_write(tmp_path, mode):
         assert len(history["loss"]) == 2  # stopped early
         assert list((path / "logs" / "train").iterdir())
         assert len((path / "log.csv").read_text().splitlines()) == 3
-        return keras.saving.load_model(path / "best.keras")
+        return load_model(path / "best.keras")
 
     case = CASES["dense"]
     result = train("result", functools.partial(case.accumulate, mode))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import keras
 import pytest
 
 import bigbatch
 from fit_cases import DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS
+
+from stack import keras
 
 
 class Counting(keras.Sequential):

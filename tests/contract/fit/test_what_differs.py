@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import keras
 import numpy as np
 import pytest
 
@@ -12,6 +11,7 @@ import bigbatch
 from fit_cases import BATCH, DENSE_X, MODES, TOKENS, Case, rng
 
 from problems import TOLERANCE, largest_difference
+from stack import keras
 
 X = 5 + 3 * DENSE_X  # a mean that is not zero
 EPOCHS = {"epochs": 4}  # with a ragged tail in each

@@ -1,0 +1,159 @@
+"""Every private name of Keras 2 in use: runs on every row of `make matrix` that has Keras 2.
+
+In CI it is `tf_keras`, next to Keras 3 in one process, as users may have them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from bigbatch.keras import compat, keras2
+
+from stack import IS_KERAS_3, keras
+
+if IS_KERAS_3:
+    keras = pytest.importorskip("tf_keras")
+
+ADAPT = "adapt src/bigbatch/keras/keras2.py to this version of Keras 2"
+
+
+def model_and_data(*layers, loss="mse", **options):
+    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.1), loss, **options)
+    return model, (tf.ones([4, 3]), tf.ones([4, 2]))
+
+
+def known(model):
+    found = compat.keras_of(model)
+    assert isinstance(found, keras2.Keras2)
+    return found
+
+
+def test_a_model_is_built_before_it_is_trained():
+    model, data = model_and_data(metrics=["mae"])
+    assert known(model).build(model, data), ADAPT
+    assert model.compiled_loss.built, ADAPT
+    assert model.compiled_metrics.built, ADAPT
+    assert [metric.name for metric in model.metrics] == ["loss", "mae"]
+    assert known(model).is_compiled(model), ADAPT
+    assert known(model).batches_per_call(model) == 1, ADAPT
+    assert not known(model).jit_compile(model), ADAPT
+    assert int(model._train_counter) == 0, ADAPT
+    assert not known(model).has_own_train_step(model)
+
+
+def test_what_training_changes():
+    layers = keras.layers
+    frozen = layers.Dense(3)
+    frozen.trainable = False
+    model, data = model_and_data(layers.BatchNormalization(), layers.Dropout(0.5), frozen)
+    known(model).build(model, data)
+    shapes = sorted(tuple(variable.shape) for variable in known(model).state_of(model))
+    assert shapes == [(), (), (3,), (3,)], ADAPT
+    assert [type(one).__name__ for one in known(model).random_layers_of(model)] == ["Dropout"]
+    (norm,) = filter(known(model).is_batch_norm, compat.layers_of(model))
+    assert norm.fused is False, ADAPT
+    assert callable(norm._calculate_mean_and_var), ADAPT
+
+
+def test_the_variance_of_a_fused_batch_normalisation():
+    """Its kernel divides by one less than the number of elements."""
+    layer = keras.layers.BatchNormalization(momentum=0.0)
+    x = np.random.default_rng(0).normal(size=(2, 3, 1, 2)).astype("float32")
+    layer(x, training=True)
+    assert layer.fused, ADAPT
+    count = tf.constant(6.0, tf.float64)
+    bias = keras2.Keras2(keras).bias_of_variance(layer, count)
+    variance = layer.moving_variance.numpy() * bias
+    np.testing.assert_allclose(variance, x.var((0, 1, 2)), rtol=1e-5)
+
+
+def test_the_terms_of_a_compiled_loss():
+    x = keras.Input((3,))
+    outputs = [keras.layers.Dense(2, name=name)(x) for name in ("one", "two")]
+    model = keras.Model(x, outputs)
+    model.compile("sgd", ["mse", "mae"])
+    data = (tf.ones([4, 3]), [tf.ones([4, 2])] * 2)
+    known(model).build(model, data)
+    assert known(model).number_of_terms(model) == 2, ADAPT
+    assert known(model).compile_loss_of(model) is model.compiled_loss
+    assert known(model).name_of_loss(model) == "'mean_squared_error', 'mean_absolute_error'"
+    seen = []
+
+    def replace(loss):
+        seen.append(loss.name)
+        return lambda y_true, y_pred, sample_weight: tf.constant(3.0)
+
+    with known(model).watching_loss(model, replace, lambda *_: None):
+        value = known(model).compute_compiled_loss(model, data[1], model(data[0]), None)
+    assert float(value) == 6.0, ADAPT
+    assert seen == ["mean_squared_error", "mean_absolute_error"]
+
+
+def test_what_layers_add_to_the_loss():
+    model, (x, _) = model_and_data(
+        keras.layers.Dense(3, activity_regularizer="l2", kernel_regularizer="l2")
+    )
+    model(x)
+    assert len(model.losses) == 2
+    assert len(known(model).losses_of_layers(model)) == 1, ADAPT
+
+
+def test_a_loss_where_all_is_masked_is_zero():
+    generation = keras2.Keras2(keras)
+    loss = keras.losses.MeanSquaredError(reduction="sum_over_batch_size")
+    y_pred = tf.ones([2, 1])
+    compat.set_mask(y_pred, tf.constant([False, False]))
+    with tf.GradientTape() as tape:
+        tape.watch(y_pred)
+        value = generation.value_of(loss, tf.zeros([2, 1]), y_pred, tf.zeros([2]), tf.zeros([]))
+    assert float(value) == 0, ADAPT
+    np.testing.assert_array_equal(tape.gradient(value, y_pred), [[0], [0]])
+
+
+def test_the_result_of_a_metric_on_a_replica():
+    metric = keras.metrics.Mean()
+    metric.update_state(3.0)
+    assert "result" in vars(metric), ADAPT
+    assert float(type(metric).result(metric)) == 3, ADAPT
+
+
+def test_the_state_of_a_loss_scale():
+    optimizer = keras.mixed_precision.LossScaleOptimizer(keras.optimizers.SGD())
+    variables = keras2.Keras2(keras).optimizer_variables(optimizer)
+    assert float(optimizer.loss_scale) in [float(variable) for variable in variables], ADAPT
+
+
+@pytest.mark.parametrize(
+    "setting", [{"microbatch_size": 8}, {"accumulation_steps": 3}], ids=str
+)
+def test_fit_equals_the_full_batch(setting):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 5, (50, 6))
+    x[20:30] = 0  # micro-batches of which everything is masked
+    y, weights = rng.normal(size=(50, 6, 2)), rng.random((50, 6))
+
+    def train(size, **setting):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Embedding(5, 4, mask_zero=True), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
+        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.1)
+        model.compile(optimizer, "mse", metrics=["mae"])
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        options = {"epochs": 2, "shuffle": False, "verbose": 0, "sample_weight": weights}
+        # Keras 2 says NaN of a batch where all is masked.
+        options["validation_batch_size"] = 50
+        history = model.fit(x, y, batch_size=size, validation_data=(x, y), **options)
+        return model, history.history
+
+    expected, expected_history = train(21)
+    model, history = train(21 if "microbatch_size" in setting else 7, **setting)
+    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations) == 6
+    for one, other in zip(model.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
+    for name, values in expected_history.items():
+        np.testing.assert_allclose(history[name], values, rtol=5e-6)
