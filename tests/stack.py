@@ -6,6 +6,7 @@ Tests and their modules say `from stack import keras` and so run on every genera
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from typing import Any
 
@@ -23,14 +24,16 @@ VERSION: str = getattr(keras, "__version__", "") or importlib.import_module("ker
 IS_KERAS_3: bool = int(VERSION.split(".")[0]) >= 3
 """Whether it is Keras 3; otherwise Keras 2, of TensorFlow or by itself."""
 
+IS_KERAS_2_10: bool = VERSION.startswith("2.10.")
+"""Whether it is the oldest Keras 2, which lacks a few things."""
+
 HAS_LEGACY: bool = hasattr(keras.optimizers, "legacy") and not IS_KERAS_3
 """Whether it has `keras.optimizers.legacy` that can be used."""
 
 
 def new_optimizers() -> Any:
     """Return the module of the newer optimizers: in Keras 2.10 they are experimental."""
-    is_2_10 = VERSION.startswith("2.10.")
-    return keras.optimizers.experimental if is_2_10 else keras.optimizers
+    return keras.optimizers.experimental if IS_KERAS_2_10 else keras.optimizers
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
@@ -70,6 +73,20 @@ def random_state_of(layer: Any) -> Any:
     if IS_KERAS_3:
         return layer.seed_generator.state
     return layer._random_generator._generator.state
+
+
+def variables_of(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer."""
+    variables = optimizer.variables
+    return variables() if inspect.ismethod(variables) else list(variables)
+
+
+def set_steps_per_execution(model: Any, count: int) -> None:
+    """Let a compiled model train on several batches per call."""
+    if IS_KERAS_3:
+        model.steps_per_execution = count
+    else:
+        model._steps_per_execution.assign(count)
 
 
 PyDataset = keras.utils.PyDataset if IS_KERAS_3 else keras.utils.Sequence

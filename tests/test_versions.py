@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from bigbatch.core.versions import is_one
+from bigbatch.core.versions import check_keras_3, is_one
 from bigbatch.errors import UnsupportedVersionError
 
 
@@ -20,6 +20,13 @@ def test_tensorflow_2(version):
 def test_tensorflow_1():
     assert is_one("GradientAccumulator", "1.14.0")
     assert is_one("GradientAccumulator", "1.15.5")
+
+
+def test_keras_3():
+    for version in ("3.11.0", "3.15.1", "4.0.0"):
+        check_keras_3(version)
+    with pytest.raises(UnsupportedVersionError, match=r"Keras 3\.9\.2\n.*Keras 3\.11 or newer"):
+        check_keras_3("3.9.2")
 
 
 @pytest.mark.parametrize(

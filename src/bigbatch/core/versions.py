@@ -7,8 +7,29 @@ from bigbatch.errors import UnsupportedVersionError, explain
 OLDEST = (2, 10)
 """The oldest TensorFlow 2 on which everything is there."""
 
+OLDEST_KERAS_3 = (3, 11)
+"""The oldest Keras 3 whose `fit` can accumulate."""
+
 OLDEST_EAGER = (1, 14)
 """The oldest TensorFlow 1 on which there is `GradientAccumulator`, in eager code."""
+
+
+def check_keras_3(keras: str) -> None:
+    """Raise if `fit` of this version of Keras 3 cannot accumulate.
+
+    Example:
+        >>> check_keras_3("3.11.3")
+    """
+    if tuple(int(part) for part in keras.split(".")[:2]) < OLDEST_KERAS_3:
+        nearest = ".".join(map(str, OLDEST_KERAS_3))
+        raise UnsupportedVersionError(
+            explain(
+                received=f"a model of Keras {keras}",
+                expected=f"Keras {nearest} or newer, or Keras 2",
+                fix=f"the nearest that is supported is {nearest}: "
+                f"pip install 'keras>={nearest}'",
+            )
+        )
 
 
 def is_one(name: str, tensorflow: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from bigbatch.core import versions
 from bigbatch.core.window import AccumulationSteps
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.keras import compat
@@ -125,6 +126,8 @@ def check_model(model: Any) -> None:
                 fix="pass the model whose fit() is to accumulate; set KERAS_BACKEND=tensorflow",
             )
         )
+    if isinstance(compat.keras_of(model), Keras3):
+        versions.check_keras_3(keras.__version__)
 
 
 def check_keras_3(model: Any, what: str) -> None:

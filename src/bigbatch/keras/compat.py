@@ -28,7 +28,7 @@ def keras_of(model: Any) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def _generation(package: str) -> Any:
-    if package == "keras" and keras.__version__ >= "3":
+    if package == "keras" and int(keras.__version__.split(".")[0]) >= 3:
         return importlib.import_module("bigbatch.keras.keras3").Keras3(keras)
     # Before TensorFlow 2.16 the public names are those of `tf.keras`.
     public = tf.keras if package == "keras" else importlib.import_module(package)

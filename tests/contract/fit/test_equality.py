@@ -24,7 +24,7 @@ from fit_cases import (
 )
 
 from problems import TOLERANCE, largest_difference
-from stack import IS_KERAS_3, PyDataset, keras, new_optimizers, set_policy
+from stack import IS_KERAS_2_10, IS_KERAS_3, PyDataset, keras, new_optimizers, set_policy
 
 
 @functools.cache
@@ -250,9 +250,7 @@ def sentence_model(mask_zero):
     )
 
 
-@pytest.mark.skipif(
-    keras.__version__.startswith("2.10."), reason="Keras 2.10 divides by what is masked, too"
-)
+@pytest.mark.skipif(IS_KERAS_2_10, reason="Keras 2.10 divides by what is masked, too")
 @pytest.mark.parametrize("fed_by", ["fit", "train_on_batch"])
 def test_micro_batches_of_different_lengths_are_weighted_by_elements(fed_by):
     """The full batch is padded to the longest, with the padding masked."""

@@ -12,7 +12,7 @@ import bigbatch
 from fit_cases import BATCH, CASES, DENSE_X, DENSE_Y, MODES, check_same, dense
 
 from problems import TOLERANCE, largest_difference
-from stack import IS_KERAS_3, PyDataset, keras
+from stack import IS_KERAS_3, PyDataset, keras, set_steps_per_execution
 
 STEPS, SIZE = MODES["window"][0]["accumulation_steps"], MODES["window"][1]
 
@@ -130,7 +130,7 @@ def test_data_that_ends_too_early_in_every_epoch():
 @pytest.mark.parametrize(("execution", "steps"), [(4, 2), (5, 3), (3, 4), (2, 8)])
 def test_executions_that_do_not_divide_the_epoch(execution, steps):
     model, expected, callback = compiled(accumulation_steps=steps), compiled(), Iterations()
-    model.steps_per_execution = execution
+    set_steps_per_execution(model, execution)
     options = {"epochs": 2, "shuffle": False, "verbose": 0}
     model.fit(DENSE_X, DENSE_Y, batch_size=5, callbacks=[callback], **options)
     expected.fit(DENSE_X, DENSE_Y, batch_size=5 * steps, **options)

@@ -9,7 +9,14 @@ import bigbatch
 from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, Case, check_same, dense, mostly_matrix
 
 from problems import TOLERANCE, built_in_optimizers, largest_difference
-from stack import keras, loss_scale, with_loss_scale
+from stack import (
+    HAS_LEGACY,
+    keras,
+    loss_scale,
+    new_optimizers,
+    variables_of,
+    with_loss_scale,
+)
 
 
 def constrained():
@@ -23,11 +30,11 @@ OPTIMIZERS = {
     ),
     "clipvalue": lambda: keras.optimizers.Adam(0.01, clipvalue=0.01),
     "clipnorm": lambda: keras.optimizers.Adam(0.01, clipnorm=0.05),
-    "weight decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "EMA with overwrite": lambda: keras.optimizers.SGD(
+    "weight decay": lambda: new_optimizers().AdamW(0.01, weight_decay=0.1),
+    "EMA with overwrite": lambda: new_optimizers().SGD(
         0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
     ),
-    "EMA without overwrite": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5),
+    "EMA without overwrite": lambda: new_optimizers().SGD(0.1, use_ema=True, ema_momentum=0.5),
     "loss scaling": lambda: with_loss_scale(
         keras.optimizers.SGD(0.1), 2.0**10, dynamic_growth_steps=2
     ),
@@ -40,8 +47,8 @@ def test_settings(name, mode):
     case = Case(constrained, optimizer=OPTIMIZERS[name])
     result, expected = case.accumulate(mode), case.train()
     check_same(result, expected, TOLERANCE["float32"])
-    variables = zip(result[0].optimizer.variables, expected[0].optimizer.variables)
-    for one, two in variables:
+    variables = [variables_of(model.optimizer) for model, _ in (result, expected)]
+    for one, two in zip(*variables):
         np.testing.assert_allclose(one, two, rtol=1e-4, atol=TOLERANCE["float32"])
 
 
@@ -75,6 +82,28 @@ def test_settings_on_two_replicas(name, mode, mirrored):
     check_same(result, expected, TOLERANCE["float32"])
 
 
+LEGACY = {
+    "adam": lambda legacy: legacy.Adam(0.01, global_clipnorm=0.1),
+    "momentum": lambda legacy: legacy.SGD(0.1, momentum=0.9, clipvalue=0.01),
+}
+
+
+@pytest.mark.skipif(not HAS_LEGACY, reason="of Keras 2")
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_optimizers(name, is_scaled, mode, mirrored):
+    def make():
+        optimizer = LEGACY[name](keras.optimizers.legacy)
+        return with_loss_scale(optimizer, 2.0**8) if is_scaled else optimizer
+
+    case = Case(constrained, optimizer=make)
+    expected = case.train()
+    check_same(case.accumulate(mode), expected, TOLERANCE["float32"])
+    with mirrored.scope():
+        result = case.accumulate(mode)
+    check_same(result, expected, TOLERANCE["float32"])
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", built_in_optimizers())
 def test_every_built_in_optimizer(name, mode):
@@ -92,7 +121,7 @@ def test_every_built_in_optimizer(name, mode):
 def test_it_is_the_same_object_with_the_same_methods(mode):
     model, _ = CASES["dense"].accumulate(mode)
     optimizer = model.optimizer
-    assert type(optimizer) is keras.optimizers.Adam
+    assert type(optimizer) is new_optimizers().Adam
     assert not {"apply", "scale_loss", "apply_gradients"} & set(vars(optimizer))
     bigbatch.restore(model)
     assert model.optimizer is optimizer

@@ -11,7 +11,7 @@ from bigbatch.keras import compat
 from fit_cases import MODES
 
 from problems import largest_difference
-from stack import keras, random_state_of
+from stack import keras, random_state_of, set_steps_per_execution
 
 pytestmark = pytest.mark.usefixtures("repeatable")
 
@@ -82,7 +82,7 @@ def test_a_failure_in_the_second_batch_leaves_the_state_after_the_first(
     expected = build(batch_norm, **setting)
     fit(expected, X, per_batch)
     model = build(batch_norm, **setting)
-    model.steps_per_execution = steps_per_execution
+    set_steps_per_execution(model, steps_per_execution)
     before = state(model)
     with pytest.raises(tf.errors.InvalidArgumentError, match="the bad sample"):
         fit(model, bad, 2 * per_batch)

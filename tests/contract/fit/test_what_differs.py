@@ -11,7 +11,7 @@ import bigbatch
 from fit_cases import BATCH, DENSE_X, MODES, TOKENS, Case, rng
 
 from problems import TOLERANCE, largest_difference
-from stack import keras
+from stack import IS_KERAS_2_10, keras
 
 X = 5 + 3 * DENSE_X  # a mean that is not zero
 EPOCHS = {"epochs": 4}  # with a ragged tail in each
@@ -21,8 +21,8 @@ layers = keras.layers
 class MyBatchNorm(layers.BatchNormalization):
     """A subclass, with something of its own."""
 
-    def call(self, inputs, training=None, mask=None):
-        return 2 * super().call(inputs, training=training, mask=mask)
+    def call(self, inputs, training=None, **mask):
+        return 2 * super().call(inputs, training=training, **mask)
 
 
 def model_of(norm, shape=(5,)):
@@ -46,7 +46,9 @@ KINDS = {
     "no scale, no centre": functools.partial(
         layers.BatchNormalization, scale=False, center=False
     ),
-    "synchronized": functools.partial(layers.BatchNormalization, synchronized=True),
+    "synchronized": functools.partial(layers.BatchNormalization, synchronized=True)
+    if not IS_KERAS_2_10
+    else layers.experimental.SyncBatchNormalization,
     "subclass": MyBatchNorm,
 }
 
@@ -96,8 +98,9 @@ def test_masked_elements_do_not_count(mode):
         return keras.Sequential([keras.Input((7,)), embedding, norm, pooling, layers.Dense(3)])
 
     case = Case(make, x=TOKENS, fit=EPOCHS)
-    # Keras adds 1e-7 to the number of elements, once per micro-batch.
-    check_statistics(case.accumulate(mode)[0], case.train()[0], rtol=5e-6)
+    # Keras adds 1e-7 to the number of elements, once per micro-batch; means are sums of numbers
+    # of both signs, which leave more rounding in what is near zero.
+    check_statistics(case.accumulate(mode)[0], case.train()[0], rtol=1e-5)
 
 
 def test_a_layer_that_is_called_twice_moves_twice(mode):
@@ -146,7 +149,7 @@ def test_frozen_statistics_normalise_and_do_not_move(mode):
 
     def freeze(model):
         call = norm_of(model).call
-        norm_of(model).call = lambda inputs, training=None, mask=None: call(inputs, False, mask)
+        norm_of(model).call = lambda inputs, training=None, **mask: call(inputs, False, **mask)
 
     assert largest_difference(model, case.train(freeze)[0]) <= TOLERANCE["float32"]
 
