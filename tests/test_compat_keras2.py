@@ -45,6 +45,15 @@ def test_a_model_is_built_before_it_is_trained():
     assert not known(model).has_own_train_step(model)
 
 
+def test_a_model_that_is_built_by_its_first_batch(capsys):
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, microbatch_size=4)
+    model.fit(np.ones((10, 3)), np.ones((10, 2)), batch_size=8, verbose=2)
+    assert "bigbatch: batch 8 = 4 samples × 2 micro-batches" in capsys.readouterr().out
+    assert int(model.optimizer.iterations) == 2
+
+
 def test_what_training_changes():
     layers = keras.layers
     frozen = layers.Dense(3)

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
+from bigbatch.tf import eager1
 
 from problems import TOLERANCE, cut, embedding_problem, optimizers, train_full_batch
 from stack import keras
@@ -53,6 +54,25 @@ def test_a_checkpoint_of_an_empty_window_empties_the_window(tmp_path):
     assert accumulator.flush() is False
     accumulate(problem, model, accumulator, parts)
     assert accumulator.flush() is True
+    expected = train_full_batch(problem, optimizers()["adam"], 1)
+    for one, two in zip(model.get_weights(), expected.get_weights()):
+        np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float64"])
+
+
+def test_a_window_of_tensorflow_1_goes_on_here(tmp_path):
+    """The class for TensorFlow 1.14, which runs here, too, writes what this one reads."""
+    problem = embedding_problem()
+    model, optimizer = problem.build(optimizers()["adam"])
+    old, new = (
+        kind(optimizer, model.trainable_variables)
+        for kind in (eager1.GradientAccumulator, bigbatch.GradientAccumulator)
+    )
+    first, *rest = cut(problem, [10, 9, 5])
+    accumulate(problem, model, old, [first])
+    path = tf.train.Checkpoint(accumulator=old).save(tmp_path / "checkpoint")
+    tf.train.Checkpoint(accumulator=new).restore(path)
+    accumulate(problem, model, new, rest)
+    assert new.flush() is True
     expected = train_full_batch(problem, optimizers()["adam"], 1)
     for one, two in zip(model.get_weights(), expected.get_weights()):
         np.testing.assert_allclose(one, two, rtol=0, atol=TOLERANCE["float64"])

@@ -30,7 +30,8 @@ def announcement(model: Any, setting: Setting, epoch: Epoch) -> str:
     parts = describe(setting, epoch, replicas)
     if setting.coupled:
         parts.append("two passes for a coupled loss")
-    count = sum(widened(v.dtype).size * math.prod(v.shape) for v in model.trainable_variables)
+    variables = model.trainable_variables if model.built else []
+    count = sum(widened(v.dtype).size * math.prod(v.shape) for v in variables)
     if count:
         parts.append(f"gradient buffer {_bytes(count)}")
     lines = [", ".join(parts)]
