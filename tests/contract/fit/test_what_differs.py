@@ -98,9 +98,10 @@ def test_masked_elements_do_not_count(mode):
         return keras.Sequential([keras.Input((7,)), embedding, norm, pooling, layers.Dense(3)])
 
     case = Case(make, x=TOKENS, fit=EPOCHS)
-    # Keras adds 1e-7 to the number of elements, once per micro-batch; means are sums of numbers
-    # of both signs, which leave more rounding in what is near zero.
-    check_statistics(case.accumulate(mode)[0], case.train()[0], rtol=1e-5)
+    # Keras adds 1e-7 to the number of elements, once per micro-batch. Keras 2.10 counts what is
+    # masked, too: one of its means is nearer to zero, with more of the rounding.
+    rtol = 1e-5 if IS_KERAS_2_10 else 5e-6
+    check_statistics(case.accumulate(mode)[0], case.train()[0], rtol=rtol)
 
 
 def test_a_layer_that_is_called_twice_moves_twice(mode):
