@@ -111,7 +111,7 @@ def environment_of(row: Row, interpreter: str, wheel: Path) -> str | None:
     """Return the Python of a row's environment; `None` if it cannot be made."""
     home = HOME / row.name
     python = str(home / "bin" / "python")
-    packages = [*row.packages, "pytest", "hypothesis"]
+    packages = [*row.packages, "pytest", "pytest-xdist", "hypothesis"]
     note = home / "packages.txt"
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not note.exists() or note.read_text() != "\n".join(packages):
@@ -145,9 +145,9 @@ def versions_of(row: Row, python: str) -> dict[str, str]:
 
 def passed(row: Row, python: str, paths: tuple[str, ...]) -> bool:
     """Run the tests of a row; say whether they passed."""
-    command = [python, "-m", "pytest", "-q", "-m", "not matrix", *row.options, *paths]
-    print(f"== {row.name}: {' '.join(command[1:])}", flush=True)
-    return run(*command, BIGBATCH_KERAS=row.keras, TF_CPP_MIN_LOG_LEVEL="3") == 0
+    command = [python, "-m", "pytest", "-q", "-n", "2", "-m", "not matrix", *row.options]
+    print(f"== {row.name}: {' '.join((*command[1:], *paths))}", flush=True)
+    return run(*command, *paths, BIGBATCH_KERAS=row.keras, TF_CPP_MIN_LOG_LEVEL="3") == 0
 
 
 def build_wheel() -> Path:

@@ -25,7 +25,7 @@ def test_tensorflow_1():
 def test_keras_3():
     for version in ("3.11.0", "3.15.1", "4.0.0"):
         check_keras_3(version)
-    with pytest.raises(UnsupportedVersionError, match=r"Keras 3\.9\.2\n.*Keras 3\.11 or newer"):
+    with pytest.raises(UnsupportedVersionError, match=r"Keras 3\.9\.2, only .* 3\.11 or newer"):
         check_keras_3("3.9.2")
 
 
@@ -42,10 +42,10 @@ def test_keras_3():
 def test_anything_else_is_refused(name, version, nearest):
     with pytest.raises(UnsupportedVersionError) as error:
         is_one(name, version)
-    text = str(error.value)
-    assert [line.split(":")[0] for line in text.split("\n")] == ["Received", "Expected", "Fix"]
-    assert f"bigbatch.{name} with TensorFlow {version}" in text
-    assert f"tensorflow=={nearest}.*" in text
+    assert str(error.value) == (
+        f"bigbatch.{name} does not run with TensorFlow {version}, the nearest supported version "
+        f"is {nearest}: pip install 'tensorflow=={nearest}.*'."
+    )
 
 
 def test_it_is_asked_when_a_name_is_first_used():
@@ -59,4 +59,4 @@ def test_it_is_asked_when_a_name_is_first_used():
     )
     run = [sys.executable, "-c", program]
     output = subprocess.run(run, capture_output=True, check=True, text=True).stdout
-    assert output.startswith("Received: bigbatch.accumulate with TensorFlow 2.9.3\n")
+    assert output.startswith("bigbatch.accumulate does not run with TensorFlow 2.9.3, ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigbatch.errors import UnsupportedVersionError, explain
+from bigbatch.errors import UnsupportedVersionError
 
 OLDEST = (2, 10)
 """The oldest TensorFlow 2 on which everything is there."""
@@ -23,12 +23,8 @@ def check_keras_3(keras: str) -> None:
     if tuple(int(part) for part in keras.split(".")[:2]) < OLDEST_KERAS_3:
         nearest = ".".join(map(str, OLDEST_KERAS_3))
         raise UnsupportedVersionError(
-            explain(
-                received=f"a model of Keras {keras}",
-                expected=f"Keras {nearest} or newer, or Keras 2",
-                fix=f"the nearest that is supported is {nearest}: "
-                f"pip install 'keras>={nearest}'",
-            )
+            f"fit cannot be accumulated with Keras {keras}, only with Keras {nearest} or newer "
+            f"and with Keras 2: pip install 'keras>={nearest}'."
         )
 
 
@@ -44,13 +40,9 @@ def is_one(name: str, tensorflow: str) -> bool:
         return False
     if version[0] == 1 and name == "GradientAccumulator" and version >= OLDEST_EAGER:
         return True
-    only = " (1.14 and 1.15 have bigbatch.GradientAccumulator only)" if version[0] == 1 else ""
-    nearest = "1.14" if version < (2, 0) and name == "GradientAccumulator" else "2.10"
+    eager = version < (2, 0) and name == "GradientAccumulator"
+    nearest = ".".join(map(str, OLDEST_EAGER if eager else OLDEST))
     raise UnsupportedVersionError(
-        explain(
-            received=f"bigbatch.{name} with TensorFlow {tensorflow}",
-            expected=f"TensorFlow 2.10 or newer{only}",
-            fix=f"the nearest that is supported is {nearest}: "
-            f"pip install 'tensorflow=={nearest}.*'",
-        )
+        f"bigbatch.{name} does not run with TensorFlow {tensorflow}, the nearest supported "
+        f"version is {nearest}: pip install 'tensorflow=={nearest}.*'."
     )
