@@ -43,8 +43,8 @@ def test_anything_else_is_refused(name, version, nearest):
     with pytest.raises(UnsupportedVersionError) as error:
         is_one(name, version)
     assert str(error.value) == (
-        f"bigbatch.{name} does not run with TensorFlow {version}, the nearest supported version "
-        f"is {nearest}: pip install 'tensorflow=={nearest}.*'."
+        f"bigbatch.{name} does not run with TensorFlow {version}, the nearest supported "
+        f"version is {nearest}: pip install 'tensorflow=={nearest}.*'."
     )
 
 
