@@ -248,7 +248,7 @@ def test_micro_batches_communicate_nothing_and_updates_reduce_once(mirrored):
     assert communication(micro_batch.get_concrete_function(x, y)) == {}
     # Four variables and the weight: one packed reduction.
     kinds = (1, 1, 1, 1)
-    update = accumulator._graph(accumulator._update, kinds).get_concrete_function()
+    update = accumulator._graph(accumulator._update, kinds)
     assert communication(update) == communication_of_one_reduction(mirrored)
 
 

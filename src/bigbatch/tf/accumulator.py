@@ -198,14 +198,16 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     def _update_now(self) -> None:
         """Update, eagerly, with what the window holds."""
         # A schedule that returns nonsense raises here, before anything has changed.
-        length = self._length_after(int(self._window.updates.numpy()) + 1)
+        length = self._length_after(self._window.updates_now() + 1)
         kinds = self._window.kinds_now()
         if self._optimizer.is_traced:
             # A change of the optimizer's settings calls for a new trace.
-            self._graph(self._update, kinds, self._optimizer.settings())()
+            graph = self._graph(self._update, kinds, self._optimizer.settings())
+            graph(tf.constant(length))
         else:
             self._apply(self._graph(self._window.mean, kinds)())
-        self._window.open(length, kinds)
+            self._window.open(kinds, length)
+        self._window.reserve()
 
     def _traced_update(self) -> Any:
         """Update inside the caller's graph, where what the window holds is not yet known.
@@ -225,8 +227,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         else:
             length = tf.constant(self._length_after(0))
         with tf.control_dependencies([length]):
-            self._update(kinds)
-            self._window.open(length, kinds)
+            self._update(kinds, length)
+            self._window.reserve()
         return True
 
     def _unforeseen_update(self) -> Any:
@@ -252,15 +254,19 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     ) -> Any:
         """Return `function(kinds)`, traced once for a set of variables that have gradients.
 
-        TensorFlow, too, could look it up by its arguments, and takes milliseconds for many.
+        TensorFlow, too, could look it up by its arguments, and takes milliseconds for many;
+        and for every call a quarter of one, for the variables of a graph.
         """
         key = (function.__name__, kinds, settings)
         if key not in self._graphs:
-            self._graphs[key] = tf.function(functools.partial(function, kinds), autograph=False)
+            length = [tf.TensorSpec([], tf.int64)] if function == self._update else []
+            traced = tf.function(functools.partial(function, kinds), autograph=False)
+            self._graphs[key] = traced.get_concrete_function(*length)
         return self._graphs[key]
 
-    def _update(self, kinds: tuple[int, ...]) -> None:
+    def _update(self, kinds: tuple[int, ...], length: Any) -> None:
         self._apply(self._window.mean(kinds))
+        self._window.open(kinds, length)
 
     def _apply(self, gradients: list[Any]) -> None:
         self._optimizer.apply(self._window.strategy, gradients)

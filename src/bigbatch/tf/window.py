@@ -85,9 +85,12 @@ class GradientWindow:
 
     def is_full_now(self) -> bool:
         """Say whether the window is full; called eagerly, often: it runs two operations."""
-        local = self.strategy.experimental_local_results(self._micro_batches)
-        most = max(int(replica.numpy()) for replica in local)
-        return is_full(most, int(self.length.numpy()))
+        most = max(int(value) for value in self._values_now(self._micro_batches))
+        return is_full(most, int(self._values_now(self.length)[0]))
+
+    def updates_now(self) -> int:
+        """Return the number of updates made; called eagerly."""
+        return int(self._values_now(self.updates)[0])
 
     def kinds(self) -> Any:
         """Return what the window holds for each variable, as a tensor.
@@ -102,7 +105,18 @@ class GradientWindow:
 
     def kinds_now(self) -> tuple[int, ...]:
         """Return what the window holds for each variable; called eagerly."""
-        return tuple(self.kinds().numpy().tolist())
+        kinds = self._values_now(self._kinds)
+        return tuple(functools.reduce(operator.or_, kinds).tolist())
+
+    def _values_now(self, variable: Any) -> list[Any]:
+        """Return the values of a variable on all replicas of this process; called eagerly.
+
+        Not by its `numpy()`, which takes several times as long.
+        """
+        return [
+            tf.raw_ops.ReadVariableOp(resource=local.handle, dtype=local.dtype).numpy()
+            for local in self.strategy.experimental_local_results(variable)
+        ]
 
     def foreseen_kinds(self) -> list[tuple[int, ...]]:
         """Return what windows are likely to hold, while a graph is traced.
@@ -136,15 +150,17 @@ class GradientWindow:
             for variable, value in zip(self._variables, sums)
         ]
 
-    def open(self, length: Any, kinds: tuple[int, ...]) -> None:
-        """Begin the next window, after an update of one that held these kinds."""
+    def open(self, kinds: tuple[int, ...], length: Any) -> None:
+        """Begin the next window, after an update of one that held these kinds.
+
+        Before anything is added to it, `reserve` has to be called.
+        """
         if kinds not in self._compiled_open:
             self._compiled_open[kinds] = tf.function(
                 functools.partial(self._open, kinds), autograph=False
             )
         with outside_strategy_scope():
             self._compiled_open[kinds](tf.convert_to_tensor(length, tf.int64))
-        self._reserve()
 
     def reset(self) -> None:
         """Forget what the window holds."""
@@ -187,7 +203,7 @@ class GradientWindow:
             tf.function(lambda: self.strategy.run(put), autograph=False)()
             self.updates.assign(arrays["updates"])
             self.length.assign(length)
-            self._reserve()
+            self.reserve()
 
     def _sums(self, kinds: tuple[int, ...]) -> list[Any]:
         """Return the weight and the sums of the window over all replicas."""
@@ -198,7 +214,7 @@ class GradientWindow:
 
         return replicas.sum_from_outside(self.strategy, self._variables, local)
 
-    def _reserve(self) -> None:
+    def reserve(self) -> None:
         """Make room on every replica for functions that XLA has compiled."""
         rows = tuple(buffer.rows_per_microbatch for buffer in self._buffers)
         if any(rows):
