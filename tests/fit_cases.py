@@ -97,7 +97,7 @@ def dense() -> Any:
 
 
 def regularised() -> Any:
-    hidden = layers.Dense(8, "tanh", kernel_regularizer="l2", activity_regularizer="l1")
+    hidden = layers.Dense(8, "tanh", kernel_regularizer="l2", activity_regularizer="l2")
     return keras.Sequential([keras.Input((5,)), hidden, layers.Dense(3, bias_regularizer="l2")])
 
 

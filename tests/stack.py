@@ -24,6 +24,11 @@ VERSION: str = getattr(keras, "__version__", "") or importlib.import_module("ker
 IS_KERAS_3: bool = int(VERSION.split(".")[0]) >= 3
 """Whether it is Keras 3; otherwise Keras 2, of TensorFlow or by itself."""
 
+HAS_RENORM: bool = not IS_KERAS_3 or "renorm" in inspect.getsource(
+    keras.layers.BatchNormalization
+)
+"""Whether batch normalisation has `renorm`, which older versions of Keras 3 lack."""
+
 IS_KERAS_2_10: bool = VERSION.startswith("2.10.")
 """Whether it is the oldest Keras 2, which lacks a few things."""
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 import bigbatch
+from bigbatch.core.versions import version_of
 from bigbatch.keras import compat as keras_compat
 from bigbatch.keras import keras3
 from bigbatch.tf import compat
@@ -63,13 +64,32 @@ def test_the_loss_of_a_model():
     outputs = model(data[0])
     assert len(model.losses) == 2
     (activity,) = KERAS.losses_of_layers(model)
-    np.testing.assert_allclose(activity, 0.01 * tf.reduce_sum(outputs**2) / 4, rtol=1e-6)
+    samples = 4 if version_of(keras.__version__) >= keras3.ACTIVITIES_ARE_MEANS else 1
+    np.testing.assert_allclose(activity * samples, 0.01 * tf.reduce_sum(outputs**2), rtol=1e-6)
     loss = KERAS.compute_loss(model, *data, outputs, None)
     mean = tf.reduce_mean((outputs - 1) ** 2)
     np.testing.assert_allclose(loss, mean + sum(model.losses), rtol=1e-6)
     assert KERAS.name_of_loss(model) == "'mse'"
     assert not KERAS.has_own_train_step(model)
     assert not KERAS.uses_inputs_after_call(model)
+
+
+def test_sums_of_layers_are_scaled(monkeypatch):
+    monkeypatch.setattr(keras3, "ACTIVITIES_ARE_MEANS", (99, 0))  # as before Keras 3.14
+    layer = keras.layers.Dense(2, activity_regularizer="l2", kernel_regularizer="l2")
+    model = keras.Sequential([keras.Input((3,)), layer])
+    x = tf.ones([4, 3])
+
+    def activity(factor):
+        with KERAS.scaling_sums_of_layers(model, lambda: factor):
+            model(x)
+        (value,) = KERAS.losses_of_layers(model)
+        return float(value)
+
+    np.testing.assert_allclose(activity(3.0), 3 * activity(None), rtol=1e-6)
+    model(x)
+    assert activity(None) == float(KERAS.losses_of_layers(model)[0])
+    assert isinstance(layer.activity_regularizer, keras.regularizers.L2)
 
 
 def test_the_batches_of_an_epoch():

@@ -23,9 +23,9 @@ def test_tensorflow_1():
 
 
 def test_keras_3():
-    for version in ("3.11.0", "3.15.1", "4.0.0"):
+    for version in ("3.10.0", "3.15.1", "4.0.0"):
         check_keras_3(version)
-    with pytest.raises(UnsupportedVersionError, match=r"Keras 3\.9\.2, only .* 3\.11 or newer"):
+    with pytest.raises(UnsupportedVersionError, match=r"Keras 3\.9\.2, only .* 3\.10 or newer"):
         check_keras_3("3.9.2")
 
 

@@ -7,20 +7,30 @@ from bigbatch.errors import UnsupportedVersionError
 OLDEST = (2, 10)
 """The oldest TensorFlow 2 on which everything is there."""
 
-OLDEST_KERAS_3 = (3, 11)
+OLDEST_KERAS_3 = (3, 10)
 """The oldest Keras 3 whose `fit` can accumulate."""
 
 OLDEST_EAGER = (1, 14)
 """The oldest TensorFlow 1 on which there is `GradientAccumulator`, in eager code."""
 
 
+def version_of(text: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version.
+
+    Example:
+        >>> version_of("2.15.0.post1")
+        (2, 15)
+    """
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
 def check_keras_3(keras: str) -> None:
     """Raise if `fit` of this version of Keras 3 cannot accumulate.
 
     Example:
-        >>> check_keras_3("3.11.3")
+        >>> check_keras_3("3.10.0")
     """
-    if tuple(int(part) for part in keras.split(".")[:2]) < OLDEST_KERAS_3:
+    if version_of(keras) < OLDEST_KERAS_3:
         nearest = ".".join(map(str, OLDEST_KERAS_3))
         raise UnsupportedVersionError(
             f"fit cannot be accumulated with Keras {keras}, only with Keras {nearest} or newer "
@@ -35,7 +45,7 @@ def is_one(name: str, tensorflow: str) -> bool:
         >>> is_one("GradientAccumulator", "1.14.0"), is_one("accumulate", "2.21.0")
         (True, False)
     """
-    version = tuple(int(part) for part in tensorflow.split(".")[:2])
+    version = version_of(tensorflow)
     if version >= OLDEST:
         return False
     if version[0] == 1 and name == "GradientAccumulator" and version >= OLDEST_EAGER:

@@ -6,6 +6,7 @@ three files alone; `tests/test_compat.py` and `tests/test_compat_keras2.py` pin 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from typing import Any, Callable
@@ -80,6 +81,16 @@ class Generation:
         """Return the name of an optimizer."""
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         return inner.name if hasattr(inner, "name") else inner._name
+
+    def scaling_sums_of_layers(
+        self, model: Any, factor: Callable[[], Any]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which what layers add to the loss as a sum over samples is scaled.
+
+        By `factor()`, unless that is `None`. As a rule layers add nothing of the kind.
+        """
+        del model, factor
+        return contextlib.nullcontext()
 
     def is_mean(self, metric: Any) -> bool:
         """Say whether a metric is the mean of what it is updated with."""

@@ -46,7 +46,7 @@ class CoupledRunner(Runner):
         """Run this replica's share of a batch; return what adds up over replicas."""
         passes = TwoPasses(batch, microbatch_size, self._keras.jit_compile(self._model))
         share = Share(batch.count)
-        parts = passes.first(self._forward)
+        parts = passes.first(functools.partial(self._forward, share))
         outputs = [
             joined_rows(*pair, batch.count) for pair in zip(parts["outputs"], self._dtypes)
         ]
@@ -69,7 +69,7 @@ class CoupledRunner(Runner):
             collected = Collected(in_loss.optimizer)
             collected.variables, collected.is_weighted = in_loss.variables, True
             with tf.GradientTape() as tape:
-                outputs, _, losses = self._call(data)
+                outputs, _, losses = self._call(share, data)
             gradients = pulled_back(
                 tape, [*outputs, *losses], [*of_outputs, *seeds], collected.variables
             )
@@ -108,18 +108,25 @@ class CoupledRunner(Runner):
         self._close_sums()
         return sums["logs"]
 
-    def _call(self, data: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    def _call(self, share: Share, data: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Call the model; return its outputs, their masks, and what layers add to the loss."""
         x, _, _ = self._keras.unpacked(data)
-        with self._norm.watching():
+
+        def parts() -> Any:  # of which a mean is taken; of those that are sums it is the sum
+            return tf.cast(share.total, WEIGHT_DTYPE) / tf.cast(
+                sample_count(data), WEIGHT_DTYPE
+            )
+
+        sums = self._keras.scaling_sums_of_layers(self._model, parts)
+        with self._norm.watching(), sums:
             self._outputs = self._keras.call(self._model, x, training=True)
         outputs = tf.nest.flatten(self._outputs)
         self._dtypes = [output.dtype for output in outputs]
         masks = [compat.mask_of(output) for output in outputs]
         return outputs, masks, self._keras.losses_of_layers(self._model)
 
-    def _forward(self, data: Any) -> dict[str, list[Any]]:
-        outputs, masks, losses = self._call(data)
+    def _forward(self, share: Share, data: Any) -> dict[str, list[Any]]:
+        outputs, masks, losses = self._call(share, data)
         samples = sample_count(data)
         return {
             "outputs": [rows(output) for output in outputs],

@@ -8,16 +8,21 @@ from typing import Any, Callable, Iterator
 
 import tensorflow as tf
 
+from bigbatch.core.versions import version_of
 from bigbatch.keras.compat import Generation, layers_of, python_function, strategy_of
 from bigbatch.keras.data import on_next, without_optionals
 from bigbatch.keras.patching import replaced
 from bigbatch.tf.compat import variables_of
+from bigbatch.tf.values import times
 
 BUILD_BEFORE_FIT = "_maybe_symbolic_build"
 """The method with which `fit` and `evaluate` build a model that has a strategy."""
 
 END_OF_EPOCH = "_get_metrics_result_or_logs"
 """The method with which `fit` turns the logs of the last batch into those of the epoch."""
+
+ACTIVITIES_ARE_MEANS = (3, 14)
+"""The first Keras 3 that divides what an activity regulariser returns by the samples."""
 
 
 class Keras3(Generation):
@@ -114,7 +119,7 @@ class Keras3(Generation):
         if strategy is None:
             return
         if iterator is not None:
-            data_batch = next(next(iter(iterator))[2])
+            data_batch = next(next(iter(iterator))[-1])
         data_batch = tf.nest.map_structure(
             lambda leaf: strategy.experimental_local_results(leaf)[0], data_batch
         )
@@ -183,6 +188,28 @@ class Keras3(Generation):
         """Return what layers have added to the loss in the last call, without regularisers."""
         own = model._get_own_losses()
         return [*own, *(loss for layer in layers_of(model) for loss in layer._get_own_losses())]
+
+    def scaling_sums_of_layers(
+        self, model: Any, factor: Callable[[], Any]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which what layers add to the loss as a sum over samples is scaled.
+
+        By `factor()`, unless that is `None`. In older versions activity regularisers do.
+        """
+        stack = contextlib.ExitStack()
+        if version_of(self.keras.__version__) >= ACTIVITIES_ARE_MEANS:
+            return stack
+
+        def scaled(regularizer: Any, outputs: Any) -> Any:
+            value, by = tf.convert_to_tensor(regularizer(outputs)), factor()
+            return value if by is None else times(value, by)
+
+        for layer in (model, *layers_of(model)):
+            regularizer = layer.activity_regularizer
+            if regularizer is not None:
+                instead = functools.partial(scaled, regularizer)
+                stack.enter_context(replaced(layer, activity_regularizer=instead))
+        return stack
 
     def add_loss(self, model: Any, loss: Any) -> None:
         """Add to the loss of a model, also of a functional one, which does not let it."""

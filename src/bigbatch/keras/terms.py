@@ -99,7 +99,7 @@ class TermRecorder:
     Args:
         keras: what knows the Keras of the model.
         correction: called with the position of a term and its denominator in the micro-batch;
-            returns the factor to multiply it by.
+            returns the factor to multiply it by. Sums of layers have no position.
         lengths: what the micro-batches of the batch have in common.
         replicas: what Keras multiplies terms by, before it logs them.
         can_weigh: called when a term divides by something else than samples; says whether the
@@ -136,6 +136,8 @@ class TermRecorder:
                     update_state = functools.partial(self._update, metric, metric.update_state)
                     stack.enter_context(replaced(metric, update_state=update_state))
             stack.enter_context(self._keras.watching_loss(model, self._corrected, self._record))
+            once = functools.partial(self._correction, -1, ONE)
+            stack.enter_context(self._keras.scaling_sums_of_layers(model, once))
             yield
 
     def left_alone(self, model: Any) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 
 import numpy as np
 import pytest
@@ -241,7 +242,8 @@ def test_a_second_fit_without_them_does_not_log():
     model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[second])
     assert second.estimate.updates == 6  # a new callback starts anew
     assert len(second.history) == 3
-    assert second.plot().axes
+    if importlib.util.find_spec("matplotlib"):  # in every environment but some of the matrix
+        assert second.plot().axes
 
 
 def test_one_micro_batch_says_nothing():
