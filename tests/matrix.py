@@ -92,12 +92,14 @@ ROWS = [
 
 
 def find_python(version: str) -> str | None:
-    """Return an interpreter of this version on the PATH, if it is there and starts."""
-    path = shutil.which(f"python{version}")
-    if path is None:
-        return None
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return path if f" {version}." in done.stdout else None
+    """Return an interpreter of this version that starts: on the PATH, or one of pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python")))
+    for path in filter(None, [shutil.which(f"python{version}"), *found]):
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+        if f" {version}." in done.stdout:
+            return path
+    return None
 
 
 def run(*command: str, **environment: str) -> int:
@@ -162,7 +164,7 @@ def run_row(row: Row, wheel: Path) -> tuple[str, dict[str, Any] | None]:
     """Return how a row ended, and what there is to note of it."""
     interpreter = find_python(row.python)
     if interpreter is None:
-        return f"SKIPPED: there is no python{row.python} on the PATH", None
+        return f"SKIPPED: there is no Python {row.python}, on the PATH or by pyenv", None
     python = environment_of(row, interpreter, wheel)
     if python is None:
         return "FAILED: the environment could not be made", None
