@@ -14,7 +14,7 @@ from pathlib import Path
 SECTIONS = {
     "equality": "whether updates are those of the full batch: ours, Keras' own, a loop by hand",
     "speed": "time per update against the limit, the full batch, Keras' own, a loop by hand",
-    "growth": "how time grows with k, with the number of variables and their bytes",
+    "growth": "how time grows with k, the number of variables, their bytes, replicas",
     "memory": "peak allocator bytes, in all and beyond one micro-batch's step",
     "tracing": "first calls, number of traces, import",
     "options": "what NoiseScale, coupled=True and microbatch_size='auto' cost",

@@ -1,8 +1,10 @@
-"""How time per update grows: with k, with the number of variables, with their bytes."""
+"""How time per update grows: with k, the number of variables, their bytes, replicas."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import multiprocessing
 from typing import Any
 
 import keras
@@ -11,9 +13,10 @@ import numpy as np
 from benchmarks import plots
 from benchmarks.candidates import FULL_BATCH, IN_FIT, KERAS, LIMIT, MICROBATCH, SPLIT, WINDOW
 from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
-from benchmarks.work import Work, tiny, wide
+from benchmarks.work import SMALLEST, WORK, Work, tiny, wide
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
+REPLICAS = (2, 4)
 
 
 def run(settings: Settings) -> None:
@@ -44,7 +47,13 @@ def run(settings: Settings) -> None:
         for width in widths
     }
     lines += _sizes("parameters", makers.items(), settings)
-    notes = [f"Micro-batches of {MICROBATCH}, Adam; ratios of times per update."]
+    lines += ["", "## With replicas", ""]
+    lines += _replicas(settings)
+    notes = [
+        f"Micro-batches of {MICROBATCH}, Adam; ratios of times per update. Replicas: the "
+        "transformer, `MirroredStrategy` on as many logical CPUs of the same cores, the same "
+        "batch."
+    ]
     write(settings, "growth", "How time grows", lines, notes)
     plots.growth(settings.some(STEPS, 2), curves, settings.results / "growth.png")
 
@@ -63,6 +72,37 @@ def _with_k(work: Work, settings: Settings) -> Any:
         }
         times = interleaved(runs, min(settings.rounds, 3))
         yield k, {name: values[WARM_UP:] for name, values in times.items()}
+
+
+def _replicas(settings: Settings) -> list[str]:
+    """Return a table for `MirroredStrategy` on logical CPUs, which share the same cores."""
+    spawned = multiprocessing.get_context("spawn")  # devices are made before TensorFlow starts
+    rows = []
+    for count in settings.some(REPLICAS):
+        with concurrent.futures.ProcessPoolExecutor(1, spawned) as pool:
+            times = pool.submit(_on_replicas, count, settings).result()
+        rows.append([count, *(ratio(times[one], times[FULL_BATCH]) for one in (SPLIT, WINDOW))])
+        print("  ".join(map(str, rows[-1])), flush=True)
+    return table(("replicas", "split, to the full batch on them", "window"), rows)
+
+
+def _on_replicas(count: int, settings: Settings) -> dict[str, Any]:
+    import tensorflow as tf
+
+    (device,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(
+        device, [tf.config.LogicalDeviceConfiguration()] * count
+    )
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
+    work = SMALLEST if settings.is_smoke else WORK["transformer"]
+    x, y = work.data(MICROBATCH * 8 * 2)
+    with strategy.scope():
+        runs = {
+            name: functools.partial(IN_FIT[name](work, False).run, x, y, 8)
+            for name in (FULL_BATCH, SPLIT, WINDOW)
+        }
+        times = interleaved(runs, min(settings.rounds, 3))
+    return {name: values[WARM_UP:] for name, values in times.items()}
 
 
 def _sizes(what: str, makers: Any, settings: Settings) -> list[str]:
