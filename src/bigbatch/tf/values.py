@@ -144,7 +144,8 @@ def squared_norm(gradients: Iterable[Any]) -> Any:
     for gradient in gradients:
         if kind_of(gradient) == DENSE and (gradient.shape.num_elements() or _SMALL) < _SMALL:
             gradient = widen(gradient)
-            small.setdefault(gradient.dtype, []).append(tf.reshape(gradient, [-1]))
+            rows = gradient if gradient.shape.rank else tf.reshape(gradient, [1])
+            small.setdefault((gradient.dtype, *rows.shape[1:]), []).append(rows)
         elif gradient is not None:
             parts.append(gradient)
     # Of many small ones it is the number of operations that takes time.
