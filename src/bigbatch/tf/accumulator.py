@@ -258,11 +258,16 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         and for every call a quarter of one, for the variables of a graph.
         """
         key = (function.__name__, kinds, settings)
-        if key not in self._graphs:
-            length = [tf.TensorSpec([], tf.int64)] if function == self._update else []
-            traced = tf.function(functools.partial(function, kinds), autograph=False)
-            self._graphs[key] = traced.get_concrete_function(*length)
-        return self._graphs[key]
+        if key in self._graphs:
+            return self._graphs[key]
+        traced = tf.function(functools.partial(function, kinds), autograph=False)
+
+        def first(*args: Any) -> Any:
+            result = traced(*args)  # may create variables: some optimizers do
+            self._graphs[key] = traced.get_concrete_function(*args)
+            return result
+
+        return first
 
     def _update(self, kinds: tuple[int, ...], length: Any) -> None:
         self._apply(self._window.mean(kinds))
