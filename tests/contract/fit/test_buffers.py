@@ -8,18 +8,18 @@ import bigbatch
 from fit_cases import MODES, check_same
 
 from problems import TOLERANCE
-from stack import keras, set_policy
+from stack import build, keras, new_optimizers, set_policy
 
 
 def spy_on_updates(monkeypatch):
     seen = []
-    update_step = keras.optimizers.SGD.update_step
+    update_step = new_optimizers().SGD.update_step
 
     def spy(self, gradient, variable, *learning_rate):
         seen.append((type(gradient).__name__, gradient.dtype.name))
         return update_step(self, gradient, variable, *learning_rate)
 
-    monkeypatch.setattr(keras.optimizers.SGD, "update_step", spy)
+    monkeypatch.setattr(new_optimizers().SGD, "update_step", spy)
     return seen
 
 
@@ -33,7 +33,7 @@ X, Y = np.arange(168).reshape(42, 4) % 50, np.ones((42, 4, 2))
 def test_sparse_gradients_stay_sparse(monkeypatch, mode):
     seen = spy_on_updates(monkeypatch)
     model = table()
-    model.compile(keras.optimizers.SGD(0.1), "mse")
+    model.compile(new_optimizers().SGD(0.1), "mse")
     setting, size = MODES[mode]
     bigbatch.accumulate(model, **setting)
     model.fit(X, Y, batch_size=size, verbose=0)
@@ -62,7 +62,7 @@ def test_sums_of_half_precision_are_kept_in_float32(mode):
     try:
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
         model.compile(keras.optimizers.SGD(1.0), lambda y, y_pred: y_pred * y)
-        model.optimizer.build(model.trainable_variables)
+        build(model.optimizer, model.trainable_variables)
         model.set_weights([np.zeros((1, 1))])
         x = np.ones((512, 1), "float16")
         y = np.full((512, 1), 2.0**-11, "float16") * 512 / 513
