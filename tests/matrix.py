@@ -112,7 +112,7 @@ def environment_of(row: Row, interpreter: str, wheel: Path) -> str | None:
     """Return the Python of a row's environment; `None` if it cannot be made."""
     home = HOME / row.name
     python = str(home / "bin" / "python")
-    packages = [*row.packages, "pytest", "pytest-xdist", "hypothesis"]
+    packages = [*row.packages, "tensorboard", "pytest", "pytest-xdist", "hypothesis"]
     note = home / "packages.txt"
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not note.exists() or note.read_text() != "\n".join(packages):
