@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
+from bigbatch.core.versions import version_of
 
 from problems import (
     TOLERANCE,
@@ -23,6 +24,7 @@ from problems import (
 from stack import (
     HAS_LEGACY,
     IS_KERAS_3,
+    VERSION,
     gradients_for,
     keras,
     loss_scale,
@@ -85,6 +87,8 @@ def test_all_built_in_optimizers_are_found():
 @pytest.mark.parametrize("name", [*built_in_optimizers(), *v1_optimizers()])
 def test_every_built_in_optimizer_makes_the_update_of_the_full_batch(name):
     kind = {**built_in_optimizers(), **v1_optimizers()}[name]
+    if name == "Muon" and version_of(VERSION) < (3, 13):
+        pytest.skip("Muon of this Keras fails by itself on TensorFlow")
     no_float64 = name == "Muon" or "Proximal" in name
     dtype = "float32" if no_float64 else "float64"
     problem = embedding_problem(dtype)
