@@ -248,8 +248,7 @@ def test_micro_batches_communicate_nothing_and_updates_reduce_once(mirrored):
     assert communication(micro_batch.get_concrete_function(x, y)) == {}
     # Four variables and the weight: one packed reduction.
     kinds = (1, 1, 1, 1)
-    length = tf.TensorSpec([], tf.int64)
-    update = tf.function(accumulator._update).get_concrete_function(kinds, length)
+    update = tf.function(accumulator._update).get_concrete_function(kinds)
     assert communication(update) == communication_of_one_reduction(mirrored)
 
 

@@ -202,12 +202,10 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         kinds = self._window.kinds_now()
         if self._optimizer.is_traced:
             # A change of the optimizer's settings calls for a new trace.
-            graph = self._graph(self._update, kinds, self._optimizer.settings())
-            graph(tf.constant(length))
+            self._graph(self._update, kinds, self._optimizer.settings())()
         else:
             self._apply(self._graph(self._window.mean, kinds)())
-            self._window.open(kinds, length)
-        self._window.reserve()
+        self._window.open(length, kinds)
 
     def _traced_update(self) -> Any:
         """Update inside the caller's graph, where what the window holds is not yet known.
@@ -227,8 +225,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         else:
             length = tf.constant(self._length_after(0))
         with tf.control_dependencies([length]):
-            self._update(kinds, length)
-            self._window.reserve()
+            self._update(kinds)
+            self._window.open(length, kinds)
         return True
 
     def _unforeseen_update(self) -> Any:
@@ -262,16 +260,15 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             return self._graphs[key]
         traced = tf.function(functools.partial(function, kinds), autograph=False)
 
-        def first(*args: Any) -> Any:
-            result = traced(*args)  # may create variables: some optimizers do
-            self._graphs[key] = traced.get_concrete_function(*args)
+        def first() -> Any:
+            result = traced()  # may create variables: some optimizers do
+            self._graphs[key] = traced.get_concrete_function()
             return result
 
         return first
 
-    def _update(self, kinds: tuple[int, ...], length: Any) -> None:
+    def _update(self, kinds: tuple[int, ...]) -> None:
         self._apply(self._window.mean(kinds))
-        self._window.open(kinds, length)
 
     def _apply(self, gradients: list[Any]) -> None:
         self._optimizer.apply(self._window.strategy, gradients)

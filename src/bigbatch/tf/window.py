@@ -150,17 +150,16 @@ class GradientWindow:
             for variable, value in zip(self._variables, sums)
         ]
 
-    def open(self, kinds: tuple[int, ...], length: Any) -> None:
-        """Begin the next window, after an update of one that held these kinds.
-
-        Before anything is added to it, `reserve` has to be called.
-        """
-        if kinds not in self._compiled_open:
-            self._compiled_open[kinds] = tf.function(
-                functools.partial(self._open, kinds), autograph=False
-            )
+    def open(self, length: Any, kinds: tuple[int, ...]) -> None:
+        """Begin the next window, after an update of one that held these kinds."""
         with outside_strategy_scope():
+            if kinds not in self._compiled_open:
+                function = tf.function(functools.partial(self._open, kinds), autograph=False)
+                self._compiled_open[kinds] = function.get_concrete_function(
+                    tf.TensorSpec([], tf.int64)
+                )
             self._compiled_open[kinds](tf.convert_to_tensor(length, tf.int64))
+        self._reserve()
 
     def reset(self) -> None:
         """Forget what the window holds."""
@@ -203,7 +202,7 @@ class GradientWindow:
             tf.function(lambda: self.strategy.run(put), autograph=False)()
             self.updates.assign(arrays["updates"])
             self.length.assign(length)
-            self.reserve()
+            self._reserve()
 
     def _sums(self, kinds: tuple[int, ...]) -> list[Any]:
         """Return the weight and the sums of the window over all replicas."""
@@ -214,7 +213,7 @@ class GradientWindow:
 
         return replicas.sum_from_outside(self.strategy, self._variables, local)
 
-    def reserve(self) -> None:
+    def _reserve(self) -> None:
         """Make room on every replica for functions that XLA has compiled."""
         rows = tuple(buffer.rows_per_microbatch for buffer in self._buffers)
         if any(rows):
