@@ -36,7 +36,9 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("sections", nargs="*", metavar="SECTION", help="default: all")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds of measuring, default 5")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="rounds of measuring, default 15"
+    )
     parser.add_argument(
         "--smoke", action="store_true", help="try everything out, on little; write nothing here"
     )

@@ -19,7 +19,7 @@ from benchmarks.work import SMALLEST, WORK, Work, loss
 class Settings:
     """How much is measured, and where results go."""
 
-    rounds: int = 5
+    rounds: int = 15
     is_smoke: bool = False
     """Whether it is only tried out: the smallest work, one round."""
     results: Path = Path(__file__).parent / "results"
@@ -41,12 +41,13 @@ NOT_MEASURED = "Not measured: GPUs, TPUs, machines with more than the cores name
 def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
     """Return the times of every run, in rounds of one run each, and two more to warm up.
 
-    The first traces; in the second some of what `fit` does only later is traced.
+    The first traces; in the second some of what `fit` does only later is traced. Every other
+    round goes backwards, so that a machine that slows down slows all candidates alike.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + WARM_UP):
-        for name, run in runs.items():
-            times[name].append(run())
+    for index in range(rounds + WARM_UP):
+        for name in list(runs)[:: -1 if index % 2 else 1]:
+            times[name].append(runs[name]())
     return {name: np.array(values) for name, values in times.items()}
 
 

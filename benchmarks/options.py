@@ -10,8 +10,10 @@ import keras
 import bigbatch
 from benchmarks.candidates import MICROBATCH, Split
 from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, warm_up, write
+from bigbatch.core.noise import ALL_OF_FIRST, ONE_IN
 
 K = 8
+COLUMNS = ("the same again", "NoiseScale", "Monitor", "coupled=True")
 
 
 class Coupled(Split):
@@ -32,14 +34,19 @@ def run(settings: Settings) -> None:
     rows = []
     for work in settings.works("tiny", "transformer", "wide", "convolutional"):
         keras.utils.set_random_seed(0)
-        x, y = work.data(MICROBATCH * K * work.updates)
+        # As many that every round has the same part of updates that are looked at.
+        x, y = work.data(MICROBATCH * K * max(work.updates, ONE_IN))
+        noise = bigbatch.NoiseScale()
         candidates: dict[str, Any] = {
             "plain": Split(work, False),
-            "NoiseScale": Split(work, False, callbacks=[bigbatch.NoiseScale()]),
+            "the same again": Split(work, False),
+            "NoiseScale": Split(work, False, callbacks=[noise]),
             "Monitor": Split(work, False, callbacks=[bigbatch.Monitor()]),
         }
         if work.name != "convolutional":  # BatchNormalization lets samples meet
             candidates["coupled=True"] = Coupled(work, False)
+        while noise.estimate.updates < ALL_OF_FIRST:
+            candidates["NoiseScale"].run(x, y, K)
         runs = {
             one: functools.partial(candidate.run, x, y, K)
             for one, candidate in candidates.items()
@@ -49,15 +56,16 @@ def run(settings: Settings) -> None:
         first = Auto(work, False).run(x, y, K) / times["plain"][0]
         steady = {one: values[WARM_UP:] for one, values in times.items()}
         cells = [
-            ratio(steady[one], steady["plain"]) if one in steady else "–"
-            for one in ("NoiseScale", "Monitor", "coupled=True")
+            ratio(steady[one], steady["plain"]) if one in steady else "–" for one in COLUMNS
         ]
         rows.append([work.name, *cells, f"{first:.2f}"])
         print("  ".join(rows[-1]), flush=True)
-    headings = ("work", "NoiseScale", "Monitor", "coupled=True", "first epoch with auto")
+    headings = ("work", *COLUMNS, "first epoch with auto")
     notes = [
         f"Split mode, micro-batches of {MICROBATCH}, k = {K}: time per update relative to the "
-        "same without. For `auto`: the first epoch, in which it tries sizes, relative to the "
-        "first epoch of a fixed size; both trace."
+        "same without. *The same again* is another model of the same kind: what chance does. "
+        f"`NoiseScale` has seen its first {ALL_OF_FIRST} updates and looks at one in {ONE_IN}. "
+        "For `auto`: the first epoch, in which it tries sizes, relative to the first epoch of "
+        "a fixed size; both trace."
     ]
     write(settings, "options", "What options cost", table(headings, rows), notes)

@@ -27,6 +27,23 @@ SIGNIFICANCE = 1.96
 MOMENTS = 7
 """How many numbers an average has: see `moments`."""
 
+ALL_OF_FIRST, ONE_IN = 64, 8
+"""Of how many updates all are looked at, and how many of the others: looking takes time."""
+
+
+def is_looked_at(seen: Any, updates: Any) -> Any:
+    """Say whether the next update is looked at; numbers and tensors both go through this.
+
+    Args:
+        seen: how many updates have been looked at.
+        updates: how many have been made.
+
+    Example:
+        >>> is_looked_at(3, 3), is_looked_at(64, 800), is_looked_at(64, 801)
+        (True, True, False)
+    """
+    return (seen < ALL_OF_FIRST) | (updates % ONE_IN == 0)
+
 
 def noise_and_signal(mean_square: Any, square_of_mean: Any, batch: Any, count: Any) -> Any:
     """Return S and G² of one update; numbers and tensors both go through this.
@@ -56,7 +73,7 @@ class Estimate:
 
     Args:
         average: the decaying sums of `moments`.
-        updates: how many updates there were.
+        updates: how many updates were looked at.
     """
 
     average: Sequence[float]
@@ -104,7 +121,7 @@ class Estimate:
         critical, batch = self.critical_batch_size, self.batch_size
         if critical is None or self.interval is None:
             return (
-                f"The critical batch size is not yet known after {self.updates:,} updates: the "
+                f"The critical batch size is not yet known from {self.updates:,} updates: the "
                 "noise of the gradients hides how it compares with them."
             )
         low, high = self.interval

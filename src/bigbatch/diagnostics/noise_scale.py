@@ -19,7 +19,8 @@ class NoiseScale(Callback):
     2018). Training is the same with and without this callback. Every epoch it logs
     `noise_scale`, the critical batch size in samples; NaN while that is not yet known.
 
-    An estimate needs two micro-batches per update and tens to hundreds of updates. It grows
+    An estimate needs two micro-batches per update and tens to hundreds of updates: the first
+    64 are looked at, and then one in eight, so that it costs next to nothing. It grows
     as the loss falls, and says nothing about how a model generalises. With dropout the noise
     of the draws is part of it; with batch normalisation, masks or weights it is approximate.
 

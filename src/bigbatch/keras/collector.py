@@ -37,8 +37,6 @@ class Collected:
         """Whether the weight of the micro-batch is in the gradients already."""
         self.sums: list[Any] = []
         """Where gradients were added up at once; `None` for those that are in `gradients`."""
-        self.squared_norm: Any = None
-        """That of all of them together, if somebody asks for it."""
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class CoupledRunner(Runner):
                 tape, [*outputs, *losses], [*of_outputs, *seeds], collected.variables
             )
             collected.gradients = self._keras.unscaled(collected.optimizer, gradients)
-            self._keep(None, collected)
+            self._keep(collected)
             self._collected = [collected]
             return collected.gradients
 

@@ -7,8 +7,14 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.core.noise import DECAY, MOMENTS, Estimate, moments, noise_and_signal
-from bigbatch.keras.collector import Collected
+from bigbatch.core.noise import (
+    DECAY,
+    MOMENTS,
+    Estimate,
+    is_looked_at,
+    moments,
+    noise_and_signal,
+)
 from bigbatch.tf.compat import undistributed_variable
 from bigbatch.tf.values import WEIGHT_DTYPE, squared_norm
 
@@ -35,40 +41,46 @@ class Insight:
         """Where it is noted."""
         return [self._counts, self._average]
 
-    def of_microbatch(self, collected: list[Collected], samples: Any, weight: Any) -> Any:
-        """Return what adds up to what `note` takes, given what a micro-batch gave.
+    def looks(self) -> Any:
+        """Say, in a graph, whether the gradients of the update that comes next are looked at.
 
-        Gradients are those of the mean loss of its samples, times `weight`.
+        `None` if those of no update are.
         """
-        counts = [tf.cast(samples > 0, WEIGHT_DTYPE), samples]
-        squares = []
-        if self.with_noise:
-            squares = [tf.math.divide_no_nan(one.squared_norm, weight) for one in collected]
-        return {"counts": counts, "squares": squares}
+        if not self.with_noise:
+            return None
+        return is_looked_at(self._average.read_value()[MOMENTS], self._counts.read_value()[0])
 
     def note(self, sums: Any, means: list[tuple[Any, list[Any]]], scale: Any) -> None:
         """Note an update; called outside `strategy.run`.
 
         Args:
-            sums: what `of_microbatch` returned, added up.
+            sums: "counts", of micro-batches and samples; "squares", for each optimizer the sum
+                of the squared norms of its gradients, each divided by what it was weighted by.
             means: the gradients that optimizers are given, each with the scale of its loss.
             scale: what turns the sums of squares into their mean over samples.
         """
+        looks = self.looks()  # before the update is counted, as in its micro-batches
         count, samples = sums["counts"]
         self._counts.assign_add(tf.stack([tf.ones([], WEIGHT_DTYPE), count, samples]))
-        if not self.with_noise:
+        if looks is None:
             return
-        of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
-        for (loss_scale, gradients), squares in zip(means, sums["squares"]):
-            loss_scale = tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
-            of_mean += squared_norm(gradients) / loss_scale
-            of_parts += squares * scale / loss_scale
-        noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
-        new = tf.stack([tf.cast(one, WEIGHT_DTYPE) for one in moments(noise, signal, samples)])
-        is_known = (count > 1) & tf.reduce_all(tf.math.is_finite(new))
+        squares = [squared_norm(gradients, looks) for _, gradients in means]
         old = self._average.read_value()
-        new = tf.concat([DECAY * old[:MOMENTS] + new, [old[MOMENTS] + 1]], 0)
-        self._average.assign(tf.where(is_known, new, old))
+
+        def with_update() -> Any:
+            of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
+            for (loss_scale, _), square, parts in zip(means, squares, sums["squares"]):
+                loss_scale = tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
+                of_mean += square / loss_scale
+                of_parts += parts * scale / loss_scale
+            noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
+            of_update = moments(noise, signal, samples)
+            new = tf.stack([tf.cast(one, WEIGHT_DTYPE) for one in of_update])
+            is_known = (count > 1) & tf.reduce_all(tf.math.is_finite(new))
+            new = tf.concat([DECAY * old[:MOMENTS] + new, [old[MOMENTS] + 1]], 0)
+            return tf.where(is_known, new, old)
+
+        self._average.assign(tf.cond(looks, with_update, lambda: old))
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -58,6 +58,8 @@ class Whole:
     """The samples of the batch on all replicas, if they are known."""
     denominators: list[Any] | None = None
     """What each term of the compiled loss divides by on all replicas, if it is known."""
+    looks: Any = None
+    """Whether the noise of its gradients is looked at; `None` if that of no batch is."""
 
 
 class Runner:
@@ -86,6 +88,7 @@ class Runner:
         self._structure: Any = None
         self._sums: dict[tuple[int, int], DenseSum] = {}
         self._insight = insight_of(model)
+        self._squares: dict[int, DenseSum] = {}
         self.logs = BatchLogs(model, self.strategy)
         """What is logged of a batch."""
 
@@ -97,6 +100,9 @@ class Runner:
         """
         with self.strategy.scope():
             for optimizer in optimizers_of(self._model):
+                if self.looks() is not None:
+                    number = tf.TensorSpec([], WEIGHT_DTYPE)
+                    self._squares.setdefault(id(optimizer), DenseSum(number))
                 for variable in self._model.trainable_variables:
                     key = (id(optimizer), id(variable))
                     if key not in self._sums:
@@ -110,28 +116,33 @@ class Runner:
     def open(self, graph: Any = None) -> None:
         """Begin a batch on this replica; what its micro-batches do has been traced."""
         del graph
-        for one in self._sums.values():
+        for one in (*self._sums.values(), *self._squares.values()):
             if one.is_used:
                 one.open()
 
-    def _keep(self, weight: Any, collected: Collected) -> None:
-        """Add up the gradients of a micro-batch, those that can be, and let them go."""
+    def looks(self) -> Any:
+        """Say whether the noise of the next batch is looked at, as `Whole` has it."""
+        return None if self._insight is None else self._insight.looks()
+
+    def _keep(self, collected: Collected, weight: Any = None) -> list[Any]:
+        """Add up the gradients of a micro-batch, those that can be, and let them go.
+
+        Returns:
+            The gradients as they were added up.
+        """
         pairs = list(zip(collected.variables, collected.gradients))
-        with_noise = self._insight is not None and self._insight.with_noise
         collected.gradients, seen = [], []
         for variable, gradient in pairs:
             total = self._sums.get((id(collected.optimizer), id(variable)))
             if gradient is None or isinstance(gradient, tf.IndexedSlices):
                 total = None
             gradient = _weighted(collected, variable, gradient, weight)
-            if with_noise:
-                seen.append(gradient)
+            seen.append(gradient)
             if total is not None:
                 total.add(gradient)
             collected.sums.append(total)
             collected.gradients.append(gradient if total is None else None)
-        if with_noise:
-            collected.squared_norm = squared_norm(seen)
+        return seen
 
     def run(self, data: Any, whole: Whole) -> dict[str, Any]:
         """Run `train_step` on a micro-batch without an update; return what adds up."""
@@ -147,10 +158,17 @@ class Runner:
         def weight() -> Any:  # known when the loss is
             return self._mass(recorder, samples) / whole.unit
 
+        def keep(collected: Collected) -> None:
+            gradients = self._keep(collected, weight())
+            if whole.looks is not None:
+                by = tf.math.divide_no_nan(whole.unit, samples)
+                square = squared_norm(gradients, whole.looks) * by
+                self._squares[id(collected.optimizer)].add(square)
+
         gradients = collecting(
             self._model,
             lambda loss: times(loss, weight()),
-            lambda collected: self._keep(weight(), collected),
+            keep,
         )
         with contextlib.ExitStack() as stack:
             moments = stack.enter_context(self._norm.watching())
@@ -162,7 +180,7 @@ class Runner:
         self._collected = collected
         insight = None
         if self._insight is not None:
-            insight = self._insight.of_microbatch(collected, samples, samples / whole.unit)
+            insight = {"counts": [tf.cast(samples > 0, WEIGHT_DTYPE), samples]}
         mass = self._mass(recorder, samples)
         return {
             "gradients": [one.gradients for one in collected],
@@ -237,7 +255,7 @@ class Runner:
         unit = self.unit(counts[0])
         if self._replicas > 1:
             counts = replicas.sum_from_inside(counts)
-        return Whole(unit, counts[0], list(counts[1:]))
+        return Whole(unit, counts[0], list(counts[1:]), self.looks())
 
     def unit(self, samples: Any) -> Any:
         """Return the unit of gradients, given the samples of this replica."""
@@ -259,11 +277,13 @@ class Runner:
             ]
             for one, gradients in zip(self._collected, sums["gradients"])
         ]
+        if self._squares:
+            squares = [self._squares[id(one.optimizer)].value() for one in self._collected]
+            if self._replicas > 1:
+                squares = [square * unit for square in squares]
+            sums["insight"]["squares"] = squares
         if self._replicas > 1:
             sums["gradients"] = self._scaled(sums["gradients"], unit)
-            if self._insight is not None:
-                squares = sums["insight"]["squares"]
-                sums["insight"]["squares"] = [square * unit for square in squares]
         elif unit is not sums["samples"]:
             sums["unit"] = unit
         self._structure = tf.nest.map_structure(lambda _: 0, sums)

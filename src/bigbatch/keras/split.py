@@ -160,7 +160,8 @@ class SplitEngine:
         count = tf.cast(batch.count, WEIGHT_DTYPE)
         if whole is None:
             several = self._runner.strategy.num_replicas_in_sync > 1
-            whole = Whole(self._runner.unit(count), None if several else count)
+            samples, looks = None if several else count, self._runner.looks()
+            whole = Whole(self._runner.unit(count), samples, looks=looks)
         compute = functools.partial(self._runner.run, whole=whole)
         sums = self._total(compute, batch, size, begin=self._runner.open)
         return {**sums, "samples": count}

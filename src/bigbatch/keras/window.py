@@ -244,6 +244,8 @@ class WindowEngine:
         with runner.strategy.scope():
             self._unit = local_variable(tf.zeros([], WEIGHT_DTYPE))
             self._whole = local_variable(tf.zeros([0], WEIGHT_DTYPE), tf.TensorShape([None]))
+            looks = runner.looks()
+            self._looks = None if looks is None else local_variable(looks, summed=False)
         self._runner = runner
         self._total = running(self._run)
         self._counts = running(runner.counts)
@@ -267,10 +269,11 @@ class WindowEngine:
 
     def _run(self, data: Any) -> dict[str, Any]:
         """Run one micro-batch on one replica."""
-        whole = Whole(self._unit.read_value())
+        samples = denominators = None
         if self._holds:
             samples, *denominators = tf.unstack(self._whole.read_value(), self._counts.size)
-            whole = Whole(self._unit.read_value(), samples, denominators)
+        looks = None if self._looks is None else self._looks.read_value()
+        whole = Whole(self._unit.read_value(), samples, denominators, looks)
         return self._runner.run(data, whole)
 
     def _add_next(
@@ -321,7 +324,13 @@ class WindowEngine:
     def _open(self, data: Any, length: Any) -> None:
         """Choose the unit of the gradients: as many samples as the window is likely to have."""
         samples = tf.cast(sample_count(data), WEIGHT_DTYPE)
-        self._unit.assign(self._runner.unit(tf.maximum(samples, 1) * length))
+        self._begin_batch(self._runner.unit(tf.maximum(samples, 1) * length))
+
+    def _begin_batch(self, unit: Any) -> None:
+        """Note what all micro-batches of a window need to know, on each replica."""
+        self._unit.assign(unit)
+        if self._looks is not None:
+            self._looks.assign(self._runner.looks())
 
     def _count(self, data: Any, is_first: bool) -> None:
         self._counts.add(data, is_first=is_first)
@@ -332,7 +341,7 @@ class WindowEngine:
         def local() -> None:
             counts = self._counts.value()
             whole = self._runner.whole(counts)
-            self._unit.assign(tf.maximum(whole.unit, 1))
+            self._begin_batch(tf.maximum(whole.unit, 1))
             self._whole.assign(tf.stack([whole.samples, *whole.denominators]))
 
         with self._state.taken():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Iterable
 
 import tensorflow as tf
@@ -134,10 +135,10 @@ def times(value: Any, weight: Any) -> Any:
     return value * tf.cast(weight, value.dtype)
 
 
-def squared_norm(gradients: Iterable[Any]) -> Any:
-    """Return the squared norm of gradients together, as a weight.
+def squared_norm(gradients: Iterable[Any], is_wanted: Any) -> Any:
+    """Return the squared norm of gradients together, as a weight, if it is wanted.
 
-    Rows of the same index count as their sum.
+    If not, it is any number, and takes no time. Rows of the same index count as their sum.
     """
     parts: list[Any] = []
     small: dict[Any, list[Any]] = {}
@@ -148,15 +149,18 @@ def squared_norm(gradients: Iterable[Any]) -> Any:
             small.setdefault((gradient.dtype, *rows.shape[1:]), []).append(rows)
         elif gradient is not None:
             parts.append(gradient)
-    # Of many small ones it is the number of operations that takes time.
-    parts += [tf.concat(tensors, 0) for tensors in small.values()]
-    halves = [tf.cast(_half_squared_norm(part), tf.float32) for part in parts]
+    # Of many small ones it is the number of operations that takes time. Each large one is
+    # looked at by itself, or all would be in memory until the last is there.
+    halves = [_half_squared_norm(tf.concat(tensors, 0)) for tensors in small.values()]
+    for part in parts:
+        norm = functools.partial(_half_squared_norm, part)
+        halves.append(tf.cond(is_wanted, norm, lambda: tf.zeros([])))
     return 2 * tf.cast(tf.add_n(halves or [tf.zeros([])]), WEIGHT_DTYPE)
 
 
 def _half_squared_norm(gradient: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
-        return tf.nn.l2_loss(widen(gradient))
+        return tf.cast(tf.nn.l2_loss(widen(gradient)), tf.float32)
     values = tf.reshape(widen(gradient.values), [tf.shape(gradient.indices)[0], -1])
     if under_xla():  # which needs to know how many different rows there are: at most all
         order = tf.argsort(gradient.indices)

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
+from bigbatch.core import noise as noise_module
 from bigbatch.core.noise import Estimate, NoiseScaleEstimator
 from bigbatch.errors import ContextError
 from fit_cases import CASES, DENSE_X, MODES
@@ -47,7 +48,7 @@ def setting_of(mode):
     return {"accumulation_steps": 4}, SIZE
 
 
-def expected_estimate(model, x, parts_of_batches):
+def expected_estimate(model, x, parts_of_batches, is_seen=lambda index: True):
     """The same from plain gradients: the oracle."""
     estimator, optimizer = NoiseScaleEstimator(), keras.optimizers.SGD(0.01)
     variables = model.trainable_variables
@@ -60,10 +61,12 @@ def expected_estimate(model, x, parts_of_batches):
     def squared_norm(tensors):
         return sum(float(np.sum(np.square(one.numpy().astype("float64")))) for one in tensors)
 
-    for parts in parts_of_batches:
+    for index, parts in enumerate(parts_of_batches):
         norms = [squared_norm(gradients(rows)) for rows in parts]
         whole = gradients(slice(parts[0].start, parts[-1].stop))
-        estimator.add([rows.stop - rows.start for rows in parts], norms, squared_norm(whole))
+        if is_seen(index):
+            sizes = [rows.stop - rows.start for rows in parts]
+            estimator.add(sizes, norms, squared_norm(whole))
         optimizer.apply_gradients(zip(whole, variables))
     return estimator.estimate
 
@@ -230,6 +233,24 @@ def test_monitor_of_a_coupled_loss():
     history = model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=[bigbatch.Monitor()])
     assert history.history["micro_batches"] == [8]
     assert history.history["effective_batch_size"] == [BATCH]
+
+
+def test_after_the_first_updates_one_in_some_is_looked_at(mode, monkeypatch):
+    """Which they are makes a difference here: only the right ones give the same estimate."""
+    monkeypatch.setattr(noise_module, "ALL_OF_FIRST", 1)
+    monkeypatch.setattr(noise_module, "ONE_IN", 2)
+    keras.utils.set_random_seed(2)
+    model, copy = dense(), dense()
+    copy.set_weights(model.get_weights())
+    expected = expected_estimate(copy, X, parts_of(mode) * 3, is_seen=lambda at: at % 2 == 0)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    setting, size = setting_of(mode)
+    bigbatch.accumulate(model, **setting)
+    noise = bigbatch.NoiseScale()
+    options = {"batch_size": size, "epochs": 3, "shuffle": False, "verbose": 0}
+    model.fit(X, Y, **options, callbacks=[noise])
+    assert noise.estimate.updates == expected.updates == 3
+    np.testing.assert_allclose(noise.estimate.average, expected.average, rtol=1e-3)
 
 
 def test_a_second_fit_without_them_does_not_log():
