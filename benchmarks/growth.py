@@ -11,30 +11,39 @@ import keras
 import numpy as np
 
 from benchmarks import plots
-from benchmarks.candidates import FULL_BATCH, IN_FIT, KERAS, LIMIT, MICROBATCH, SPLIT, WINDOW
+from benchmarks.candidates import (
+    ACCUMULATOR,
+    BATCHES,
+    BY_HAND,
+    FULL_BATCH,
+    IN_FIT,
+    IN_LOOPS,
+    KERAS,
+    LIMIT,
+    LOOP_FULL,
+    LOOP_LIMIT,
+    MICROBATCH,
+    SPLIT,
+    WINDOW,
+)
 from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
 from benchmarks.work import SMALLEST, WORK, Work, tiny, wide
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 REPLICAS = (2, 4)
+FIT = (LIMIT, FULL_BATCH, SPLIT, WINDOW, KERAS)
+LOOPS = (LOOP_LIMIT, LOOP_FULL, BATCHES, ACCUMULATOR, BY_HAND)
 
 
 def run(settings: Settings) -> None:
     """Measure, and write `growth.md` and `growth.png`."""
-    lines = ["## With k", ""]
-    curves: dict[str, dict[str, list[float]]] = {}
-    rows = []
-    for work in settings.works("tiny", "wide", "transformer", "convolutional"):
-        for k, times in _with_k(work, settings):
-            name, per = work.name, times[FULL_BATCH]
-            for candidate, values in times.items():
-                relative = float(np.median(values / times[LIMIT]))
-                curves.setdefault(name, {}).setdefault(candidate, []).append(relative)
-            ours = [ratio(times[one], times[LIMIT]) for one in (SPLIT, WINDOW, KERAS)]
-            rows.append([name, k, *ours, ratio(times[SPLIT], per)])
-            print("  ".join(map(str, rows[-1])), flush=True)
-    headings = ("work", "k", *(f"{one}, to the limit" for one in (SPLIT, WINDOW, KERAS)))
-    lines += table((*headings, "split, to the full batch"), rows)
+    every = settings.works("tiny", "wide", "transformer", "convolutional")
+    lines, curves = ["## With k, in `fit`", ""], {}
+    lines += _steps(
+        [(work, jit) for work in every for jit in (False, True)], FIT, settings, curves
+    )
+    lines += ["", "## With k, in loops", ""]
+    lines += _steps([(work, False) for work in every[:2]], LOOPS, settings, {})
     lines += ["", "## With the number of variables", ""]
     makers = {
         2 * (layers + 1): Work(functools.partial(tiny, layers)) for layers in (4, 49, 499)
@@ -58,11 +67,32 @@ def run(settings: Settings) -> None:
     plots.growth(settings.some(STEPS, 2), curves, settings.results / "growth.png")
 
 
-def _with_k(work: Work, settings: Settings) -> Any:
+def _steps(
+    works: list[tuple[Work, bool]], names: tuple[str, ...], settings: Settings, curves: Any
+) -> list[str]:
+    """Return a table of ratios for every k; note the medians of `fit` without XLA in `curves`.
+
+    The first of `names` is the limit, the second the full batch.
+    """
+    limit, full, *others = names
+    rows = []
+    for work, jit_compile in works:
+        for k, times in _with_k(work, jit_compile, names, settings):
+            if not jit_compile:
+                for name in others:
+                    relative = float(np.median(times[name] / times[limit]))
+                    curves.setdefault(work.name, {}).setdefault(name, []).append(relative)
+            ratios = [ratio(times[one], times[limit]) for one in others]
+            to_full = ratio(times[others[0]], times[full])
+            rows.append([work.name, "yes" if jit_compile else "no", k, *ratios, to_full])
+            print("  ".join(map(str, rows[-1])), flush=True)
+    headings = (f"{one}, to the limit" for one in others)
+    return table(("work", "XLA", "k", *headings, f"{others[0]}, to the full batch"), rows)
+
+
+def _with_k(work: Work, jit_compile: bool, names: tuple[str, ...], settings: Settings) -> Any:
     keras.utils.set_random_seed(0)
-    candidates = {
-        name: IN_FIT[name](work, False) for name in (LIMIT, FULL_BATCH, SPLIT, WINDOW, KERAS)
-    }
+    candidates = {name: {**IN_FIT, **IN_LOOPS}[name](work, jit_compile) for name in names}
     for k in settings.some(STEPS, 2):
         updates = max(1, 16 // k) if work.name == "tiny" else max(1, 4 // k)
         x, y = work.data(MICROBATCH * k * updates)
