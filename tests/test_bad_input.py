@@ -96,11 +96,16 @@ def test_gradients(name, in_graph):
     np.testing.assert_array_equal(accumulator.gradients[0], [1.0, 1.0])
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("weight", [-1, -0.5, float("nan"), float("inf"), [1, 2], "3", None])
-def test_weight(weight):
+def test_weight(weight, in_graph):
     _, accumulator = make()
-    with pytest.raises(ArgumentError) as error:
+
+    def accumulate():
         accumulator.accumulate(GOOD, weight=weight)
+
+    with pytest.raises(ArgumentError) as error:
+        tf.function(accumulate, autograph=False)() if in_graph else accumulate()
     check(error, "weight", "weight=tf.shape(x)[0]")
     assert int(accumulator.step) == 0
 

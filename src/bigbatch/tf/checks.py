@@ -101,8 +101,8 @@ def _checked_gradient(gradient: Any, variable: Any) -> Any:
 def checked_weight(weight: Any) -> Any:
     """Return the weight as a scalar tensor that is finite and not negative.
 
-    Eagerly the value is checked now. In a graph an assertion does it when the graph runs
-    (under `jit_compile=True` XLA leaves assertions out).
+    What is known is checked now. In a graph an assertion does it when the graph runs (under
+    `jit_compile=True` XLA leaves assertions out).
     """
     try:
         tensor = tf.convert_to_tensor(weight, dtype_hint=WEIGHT_DTYPE)
@@ -112,10 +112,11 @@ def checked_weight(weight: Any) -> Any:
         tensor.dtype.is_floating or tensor.dtype.is_integer
     ):
         raise _bad_weight(f"{tensor.dtype.name} of shape {tensor.shape}")
+    known = tf.get_static_value(tensor)
     tensor = tf.cast(tensor, WEIGHT_DTYPE)
-    if tf.executing_eagerly():
-        if not 0 <= float(tensor) < math.inf:
-            raise _bad_weight(str(float(tensor)))
+    if known is not None:
+        if not 0 <= float(known) < math.inf:
+            raise _bad_weight(str(float(known)))
         return tensor
     valid = tf.logical_and(tensor >= 0, tf.math.is_finite(tensor))
     message = "bigbatch: the weight of a micro-batch must be finite and not negative; received"

@@ -59,12 +59,14 @@ class GradientWindow:
         # What is asserted when the graph runs, the weight and shapes that were not known when
         # it was traced, comes before every change.
         asserted = [] if tf.executing_eagerly() else [weight]
+        # By one, the default, nothing has to be multiplied.
+        factor = None if tf.get_static_value(weight) == 1 else weight
         for given, ensured in zip((g for _, g in pairs), gradients):
             if ensured is not given:
                 asserted.append(ensured.values if kind_of(ensured) == ROWS else ensured)
         with tf.control_dependencies(asserted):
             changes = [
-                buffer.add(gradient, weight, self.length)
+                buffer.add(gradient, factor, self.length)
                 for buffer, gradient in zip(self._buffers, gradients)
                 if gradient is not None
             ]
