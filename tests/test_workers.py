@@ -79,3 +79,5 @@ def test_workers_agree_on_a_size_when_only_one_is_short_of_memory():
         assert len({output[name]["size"] for output in outputs}) == 1
     assert outputs[0]["longer later"]["size"] < 32  # of batches of 64 on two workers
     assert outputs[0]["messages"] == outputs[1]["messages"] != []
+    assert outputs[0]["noise"] == outputs[1]["noise"]
+    assert outputs[0]["noise"][1] > 0  # as if nobody had looked it would be negative

@@ -36,9 +36,11 @@ with warnings.catch_warnings(record=True) as caught, strategy.scope():
     model, history = train(longer_later, AUTO)
     results["longer later"] = model, history
     for name in ("masked", "two outputs"):  # whose denominators have to be known first
+        noise = bigbatch.NoiseScale()
         results[name] = CASES[name].train(
-            lambda model: bigbatch.accumulate(model, **AUTO), batch_size=20
+            lambda model: bigbatch.accumulate(model, **AUTO), batch_size=20, callbacks=[noise]
         )
+        results[name][1].pop("noise_scale")
 messages = [str(one.message) for one in caught if "out of memory" in str(one.message)]
 printed = {
     name: {
@@ -48,4 +50,4 @@ printed = {
     }
     for name, (model, history) in results.items()
 }
-print(json.dumps({**printed, "messages": messages}))
+print(json.dumps({**printed, "messages": messages, "noise": list(noise.estimate.average)}))

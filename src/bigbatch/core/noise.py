@@ -19,7 +19,7 @@ from typing import Any, List, Sequence
 from bigbatch.errors import ArgumentError, explain
 
 DECAY = 0.99
-"""How much of the past an average keeps with every update: that of about 200 updates."""
+"""How much of the past an average keeps with every update it is made of: about 200 count."""
 
 SIGNIFICANCE = 1.96
 """Standard errors within which the truth lies, in 95 % of all cases."""

@@ -20,9 +20,10 @@ class NoiseScale(Callback):
     `noise_scale`, the critical batch size in samples; NaN while that is not yet known.
 
     An estimate needs two micro-batches per update and tens to hundreds of updates: the first
-    64 are looked at, and then one in eight, so that it costs next to nothing. It grows
+    64 are looked at, and then one in eight, so that it costs little. It grows
     as the loss falls, and says nothing about how a model generalises. With dropout the noise
     of the draws is part of it; with batch normalisation, masks or weights it is approximate.
+    Data should be shuffled, as `fit` does, or it may be the same batches that are looked at.
 
     Example:
         >>> import keras

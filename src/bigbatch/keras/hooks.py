@@ -228,16 +228,16 @@ def observe(model: Any, *, what: str, with_noise: bool) -> Insight:
                 fix=f"leave {what} out: of a coupled loss no part has a gradient by itself",
             )
         )
+    if hooks.is_training:
+        raise ContextError(
+            explain(
+                received=f"{what} for a model that is being trained",
+                expected=f"{what} among the callbacks of fit()",
+                fix=f"pass {what} to fit(), not to evaluate() or predict()",
+            )
+        )
     insight = insight_of(model)
     if insight is None or with_noise > insight.with_noise:
-        if hooks.is_training:
-            raise ContextError(
-                explain(
-                    received=f"{what} for a model that is being trained",
-                    expected=f"{what} among the callbacks of fit()",
-                    fix=f"pass {what} to fit(), not to evaluate() or predict()",
-                )
-            )
         insight = insight or Insight()
         insight.with_noise = with_noise
         set_insight(model, insight)

@@ -24,7 +24,7 @@ _INSIGHT = "_bigbatch_insight"
 class Insight:
     """Notes of how many micro-batches and samples updates were made, and how noisy they were.
 
-    `note` is called in a graph; the rest is for Python to read.
+    `looks` and `note` are called in a graph; the rest is for Python to read.
     """
 
     def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,9 +101,8 @@ class Runner:
         """
         with self.strategy.scope():
             for optimizer in optimizers_of(self._model):
-                if self.looks() is not None:
-                    number = tf.TensorSpec([], WEIGHT_DTYPE)
-                    self._squares.setdefault(id(optimizer), DenseSum(number))
+                if self.looks() is not None and id(optimizer) not in self._squares:
+                    self._squares[id(optimizer)] = DenseSum(tf.TensorSpec([], WEIGHT_DTYPE))
                 for variable in self._model.trainable_variables:
                     key = (id(optimizer), id(variable))
                     if key not in self._sums:
@@ -124,25 +124,26 @@ class Runner:
         """Say whether the noise of the next batch is looked at, as `Whole` has it."""
         return None if self._insight is None else self._insight.looks()
 
-    def _keep(self, collected: Collected, weight: Any = None) -> list[Any]:
+    def _keep(
+        self, collected: Collected, weight: Any = None, seen: list[Any] | None = None
+    ) -> None:
         """Add up the gradients of a micro-batch, those that can be, and let them go.
 
-        Returns:
-            The gradients as they were added up.
+        If `seen` is given, it is filled with all of them, as they are added up.
         """
         pairs = list(zip(collected.variables, collected.gradients))
-        collected.gradients, seen = [], []
+        collected.gradients = []
         for variable, gradient in pairs:
             total = self._sums.get((id(collected.optimizer), id(variable)))
             if gradient is None or isinstance(gradient, tf.IndexedSlices):
                 total = None
             gradient = _weighted(collected, variable, gradient, weight)
-            seen.append(gradient)
+            if seen is not None:
+                seen.append(gradient)
             if total is not None:
                 total.add(gradient)
             collected.sums.append(total)
             collected.gradients.append(gradient if total is None else None)
-        return seen
 
     def run(self, data: Any, whole: Whole) -> dict[str, Any]:
         """Run `train_step` on a micro-batch without an update; return what adds up."""
@@ -159,17 +160,16 @@ class Runner:
             return self._mass(recorder, samples) / whole.unit
 
         def keep(collected: Collected) -> None:
-            gradients = self._keep(collected, weight())
-            if whole.looks is not None:
-                by = tf.math.divide_no_nan(whole.unit, samples)
-                square = squared_norm(gradients, whole.looks) * by
-                self._squares[id(collected.optimizer)].add(square)
+            squares = self._squares.get(id(collected.optimizer))
+            if whole.looks is None or squares is None:
+                self._keep(collected, weight())
+                return
+            seen: list[Any] = []
+            self._keep(collected, weight(), seen)
+            by = tf.math.divide_no_nan(whole.unit, samples)
+            squares.add(squared_norm(seen, whole.looks) * by)
 
-        gradients = collecting(
-            self._model,
-            lambda loss: times(loss, weight()),
-            keep,
-        )
+        gradients = collecting(self._model, lambda loss: times(loss, weight()), keep)
         with contextlib.ExitStack() as stack:
             moments = stack.enter_context(self._norm.watching())
             stack.enter_context(recorder.watching(self._model))
@@ -278,7 +278,7 @@ class Runner:
             for one, gradients in zip(self._collected, sums["gradients"])
         ]
         if self._squares:
-            squares = [self._squares[id(one.optimizer)].value() for one in self._collected]
+            squares = [self._square_of(one.optimizer) for one in self._collected]
             if self._replicas > 1:
                 squares = [square * unit for square in squares]
             sums["insight"]["squares"] = squares
@@ -288,6 +288,13 @@ class Runner:
             sums["unit"] = unit
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
         return tf.nest.flatten(sums)
+
+    def _square_of(self, optimizer: Any) -> Any:
+        """Return the sum of squared norms for an optimizer; NaN if nobody has looked."""
+        square = self._squares.get(id(optimizer))
+        if square is None or not square.is_used:
+            return tf.constant(math.nan, WEIGHT_DTYPE)
+        return square.value()
 
     def update(self, flat: list[Any]) -> dict[str, Any]:
         """Update the model from what `close` returned, summed over replicas; return logs."""

@@ -121,7 +121,9 @@ class WorkersEngine(SplitEngine):
 
     def _run_all(self, data: Any, size: Any, whole: Any) -> Any:
         def local(data: Any, whole: Any) -> Any:
-            return self._run(self._batch(data), size, whole and Whole(*whole))
+            if whole is not None:
+                whole = Whole(*whole, looks=self._runner.looks())
+            return self._run(self._batch(data), size, whole)
 
         with self.state.taken():
             return self._runner.strategy.run(local, args=(data, whole))

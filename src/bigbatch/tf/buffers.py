@@ -41,11 +41,16 @@ def _add_to(variable: Any, value: Any) -> Any:
     """Add in place; return what is there when it is done."""
     if value.shape.rank is None or value.shape.rank > 2:
         # TensorFlow's constant folding breaks the gradient of a convolution that goes straight
-        # into an assignment ("filter must be 4-dimensional"). A factor of one it cannot see
-        # stands between them.
-        one = tf.ones([], value.dtype)
-        value = value * tf.raw_ops.PlaceholderWithDefault(input=one, shape=[])
+        # into an assignment ("filter must be 4-dimensional"), but not if it goes in here.
+        return _subtract_from(variable, tf.constant(-1, value.dtype), value)
     return variable.assign_add(value, read_value=False)
+
+
+def _subtract_from(variable: Any, factor: Any, value: Any) -> Any:
+    """Subtract `factor * value` in one pass over both."""
+    return tf.raw_ops.ResourceApplyGradientDescent(
+        var=variable.handle, alpha=factor, delta=value
+    )
 
 
 class DenseSum:
@@ -152,6 +157,7 @@ class GradientBuffer:
         if not rows and weight is not None and self.shape.num_elements() >= _LARGE:
             self.allocate()
             # A weight of zero is skipped: times zero, a NaN would stay one.
+            # `multiply_no_nan` is far slower.
             return tf.cond(weight > 0, lambda: self._add_times(value, weight), lambda: False)
         if weight is not None:
             value = tf.math.multiply_no_nan(value, weight)
@@ -161,10 +167,7 @@ class GradientBuffer:
         return _add_to(self._sum, value)
 
     def _add_times(self, value: Any, weight: Any) -> bool:
-        """Add `weight * value` in one pass over both; `multiply_no_nan` is far slower."""
-        tf.raw_ops.ResourceApplyGradientDescent(
-            var=self._sum.handle, alpha=-weight, delta=value
-        )
+        _subtract_from(self._sum, -weight, value)
         return True
 
     def allocate(self) -> None:
