@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import multiprocessing
 from typing import Any
@@ -37,6 +38,7 @@ LOOPS = (LOOP_LIMIT, LOOP_FULL, BATCHES, ACCUMULATOR, BY_HAND)
 
 def run(settings: Settings) -> None:
     """Measure, and write `growth.md` and `growth.png`."""
+    settings = dataclasses.replace(settings, rounds=min(settings.rounds, 3))
     every = settings.works("tiny", "wide", "transformer", "convolutional")
     lines, curves = ["## With k, in `fit`", ""], {}
     lines += _steps(
@@ -100,7 +102,7 @@ def _with_k(work: Work, jit_compile: bool, names: tuple[str, ...], settings: Set
             name: functools.partial(candidate.run, x, y, k)
             for name, candidate in candidates.items()
         }
-        times = interleaved(runs, min(settings.rounds, 3))
+        times = interleaved(runs, settings.rounds)
         yield k, {name: values[WARM_UP:] for name, values in times.items()}
 
 
@@ -131,7 +133,7 @@ def _on_replicas(count: int, settings: Settings) -> dict[str, Any]:
             name: functools.partial(IN_FIT[name](work, False).run, x, y, 8)
             for name in (FULL_BATCH, SPLIT, WINDOW)
         }
-        times = interleaved(runs, min(settings.rounds, 3))
+        times = interleaved(runs, settings.rounds)
     return {name: values[WARM_UP:] for name, values in times.items()}
 
 
@@ -144,7 +146,7 @@ def _sizes(what: str, makers: Any, settings: Settings) -> list[str]:
             name: functools.partial(IN_FIT[name](work, False).run, x, y, 8)
             for name in (LIMIT, FULL_BATCH, SPLIT, WINDOW)
         }
-        times = interleaved(runs, min(settings.rounds, 3))
+        times = interleaved(runs, settings.rounds)
         first = [f"{times[name][0] / times[FULL_BATCH][0]:.2f}" for name in (SPLIT, WINDOW)]
         steady = {name: values[WARM_UP:] for name, values in times.items()}
         ours = [ratio(steady[name], steady[LIMIT]) for name in (SPLIT, WINDOW)]
