@@ -138,7 +138,8 @@ def times(value: Any, weight: Any) -> Any:
 def squared_norm(gradients: Iterable[Any], is_wanted: Any) -> Any:
     """Return the squared norm of gradients together, as a weight, if it is wanted.
 
-    If not, it is any number, and takes no time. Rows of the same index count as their sum.
+    If not, it is any number, and large ones are passed over. Rows of the same index count as
+    their sum.
     """
     parts: list[Any] = []
     small: dict[Any, list[Any]] = {}
