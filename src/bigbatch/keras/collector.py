@@ -35,8 +35,6 @@ class Collected:
         self.gradients: list[Any] = []
         self.is_weighted = False
         """Whether the weight of the micro-batch is in the gradients already."""
-        self.sums: list[Any] = []
-        """Where gradients were added up at once; `None` for those that are in `gradients`."""
 
 
 @contextlib.contextmanager

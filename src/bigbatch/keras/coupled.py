@@ -80,18 +80,17 @@ class CoupledRunner(Runner):
 
         sparse = passes.second(compute, of_outputs, begin=self.open)
         gradients = []
-        for variable, total, gradient, own in zip(
-            in_loss.variables, self._collected[0].sums, sparse, in_loss.gradients
-        ):
-            gradient = as_gradient_of(variable, total.value() if total else gradient)
+        summed = self._summed(self._collected[0], sparse)
+        for variable, gradient, own in zip(in_loss.variables, summed, in_loss.gradients):
+            gradient = as_gradient_of(variable, gradient)
             # The same on every replica: each has a part of it.
             own = as_gradient_of(variable, own, 1 / share.replicas)
             gradients.append(added(gradient, own))
         sums: dict[str, Any] = {"gradients": gradients, "logs": logs}
         if self._insight is not None:
             parts = tf.math.ceil(batch.count / microbatch_size)
-            counts = [tf.cast(count, WEIGHT_DTYPE) for count in (parts, batch.count)]
-            sums["insight"] = {"counts": counts}
+            sums["insight"] = {"microbatches": tf.cast(parts, WEIGHT_DTYPE)}
+            sums["samples"] = tf.cast(batch.count, WEIGHT_DTYPE)
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
         return tf.nest.flatten(sums)
 
@@ -103,7 +102,7 @@ class CoupledRunner(Runner):
         with outside_strategy_scope(), after(flat):
             gradients = map(as_gradient_of, collected.variables, sums["gradients"])
             if self._insight is not None:
-                self._insight.note(sums["insight"], [], None)
+                self._insight.note(sums["insight"], sums["samples"], [], None)
             self._optimizers[0].apply(self.strategy, list(gradients))
         self._close_sums()
         return sums["logs"]

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.compat import per_replica_types
+from bigbatch.tf.values import after
 
 END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 """How an iterator says that it has no more batches."""
@@ -44,23 +45,60 @@ def on_next(
     Returns:
         How many batches there were, and what the last call returned.
     """
-    result = first(iterator.get_next())
+    data = without_optionals(iterator.get_next())
+    result = first(data)
     if isinstance(count, int) and count == 1:
         return 1, result
+    types = without_optionals(iterator.element_spec)
 
-    def body(done: Any, more: Any, result: Any) -> tuple[Any, Any, Any]:
-        del more
-        data = iterator.get_next_as_optional()
-        more = data.has_value()
-        result = tf.cond(more, lambda: rest(data.get_value()), lambda: result)
-        return done + tf.cast(more, tf.int32), more, result
+    def fetched(done: Any, before: list[Any]) -> tuple[Any, list[Any]]:
+        """Return whether there is a next batch that is wanted, and that or the one before."""
 
-    done, _, result = tf.while_loop(
-        lambda done, more, _: (done < count) & more,
+        def fetch() -> tuple[Any, list[Any]]:
+            data = iterator.get_next_as_optional()
+            more = data.has_value()
+            tensors = tf.cond(more, lambda: _tensors(data.get_value()), lambda: before)
+            return more, tensors
+
+        return tf.cond(done < count, fetch, lambda: (tf.constant(False), before))
+
+    def body(done: Any, more: Any, tensors: list[Any], result: Any) -> tuple[Any, ...]:
+        del more, result
+        result = rest(_packed(types, tensors))
+        with after(tf.nest.flatten(result)):  # or two batches would be in memory
+            return (done + 1, *fetched(done + 1, tensors), result)
+
+    # The batch is an input of the loop, not of a branch in it: a branch would have to be given
+    # every variable of the model as well, one by one and every time.
+    with after(tf.nest.flatten(result)):
+        start = (tf.constant(1), *fetched(tf.constant(1), _tensors(data)), result)
+    shapes = [
+        spec.shape.most_specific_compatible_shape(tensor.shape)  # of both, what they share
+        for spec, tensor in zip(_tensors(types), start[2])
+    ]
+    same = tf.nest.map_structure(lambda tensor: tensor.shape, result, expand_composites=True)
+    done, _, _, result = tf.while_loop(
+        lambda _, more, *__: more,
         body,
-        (tf.constant(1), tf.constant(True), result),
+        start,
+        shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), shapes, same),
+        parallel_iterations=1,
     )
     return done, result
+
+
+def _tensors(data: Any) -> list[Any]:
+    """Return the tensors that a batch consists of, or their types."""
+    leaves = tf.nest.flatten(without_optionals(data), expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def _packed(types: Any, tensors: list[Any]) -> Any:
+    """Undo `_tensors`."""
+    left = iter(tensors)
+    leaves = tf.nest.flatten(types, expand_composites=True)
+    leaves = [None if leaf is None else next(left) for leaf in leaves]
+    return tf.nest.pack_sequence_as(types, leaves, expand_composites=True)
 
 
 def without_optionals(data: Any) -> Any:

@@ -16,7 +16,7 @@ from bigbatch.core.noise import (
     noise_and_signal,
 )
 from bigbatch.tf.compat import undistributed_variable
-from bigbatch.tf.values import WEIGHT_DTYPE, squared_norm
+from bigbatch.tf.values import WEIGHT_DTYPE, half_squared_norm
 
 _INSIGHT = "_bigbatch_insight"
 
@@ -50,29 +50,33 @@ class Insight:
             return None
         return is_looked_at(self._average.read_value()[MOMENTS], self._counts.read_value()[0])
 
-    def note(self, sums: Any, means: list[tuple[Any, list[Any]]], scale: Any) -> None:
+    def note(
+        self, sums: Any, samples: Any, means: list[tuple[Any, list[Any]]], scale: Any
+    ) -> None:
         """Note an update; called outside `strategy.run`.
 
         Args:
-            sums: "counts", of micro-batches and samples; "squares", for each optimizer the sum
-                of the squared norms of its gradients, each divided by what it was weighted by.
+            sums: "microbatches", how many there were; "halves", for each optimizer the sum of
+                half the squared norms of its gradients, each divided by what it was weighted
+                by.
+            samples: how many the update was made from.
             means: the gradients that optimizers are given, each with the scale of its loss.
             scale: what turns the sums of squares into their mean over samples.
         """
         looks = self.looks()  # before the update is counted, as in its micro-batches
-        count, samples = sums["counts"]
+        count = sums["microbatches"]
         self._counts.assign_add(tf.stack([tf.ones([], WEIGHT_DTYPE), count, samples]))
         if looks is None:
             return
-        squares = [squared_norm(gradients, looks) for _, gradients in means]
+        halves = [half_squared_norm(gradients, looks) for _, gradients in means]
         old = self._average.read_value()
 
         def with_update() -> Any:
             of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
-            for (loss_scale, _), square, parts in zip(means, squares, sums["squares"]):
-                loss_scale = tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
-                of_mean += square / loss_scale
-                of_parts += parts * scale / loss_scale
+            for (loss_scale, _), half, parts in zip(means, halves, sums["halves"]):
+                by = 2 / tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
+                of_mean += half * by
+                of_parts += parts * scale * by
             noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
             of_update = moments(noise, signal, samples)
             new = tf.stack([tf.cast(one, WEIGHT_DTYPE) for one in of_update])

@@ -26,19 +26,20 @@ from bigbatch.keras.terms import (
 )
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
-from bigbatch.tf.buffers import DenseSum
 from bigbatch.tf.compat import outside_strategy_scope
 from bigbatch.tf.optimizers import adapted
 from bigbatch.tf.plain_optimizers import PlainOptimizer
+from bigbatch.tf.sums import DenseSum, DenseSums
 from bigbatch.tf.values import (
     WEIGHT_DTYPE,
+    added,
     after,
     as_gradient_of,
     divided,
     flattened,
+    half_squared_norm,
     packed,
     shaped,
-    squared_norm,
     times,
 )
 
@@ -87,9 +88,9 @@ class Runner:
         self._collected: list[Collected] = []
         self._optimizers: list[PlainOptimizer] = []
         self._structure: Any = None
-        self._sums: dict[tuple[int, int], DenseSum] = {}
+        self._sums: dict[int, DenseSums] = {}
         self._insight = insight_of(model)
-        self._squares: dict[int, DenseSum] = {}
+        self._halves: dict[int, DenseSum] = {}
         self.logs = BatchLogs(model, self.strategy)
         """What is logged of a batch."""
 
@@ -101,22 +102,22 @@ class Runner:
         """
         with self.strategy.scope():
             for optimizer in optimizers_of(self._model):
-                if self.looks() is not None and id(optimizer) not in self._squares:
-                    self._squares[id(optimizer)] = DenseSum(tf.TensorSpec([], WEIGHT_DTYPE))
-                for variable in self._model.trainable_variables:
-                    key = (id(optimizer), id(variable))
-                    if key not in self._sums:
-                        self._sums[key] = DenseSum(variable)
+                sums = self._sums.setdefault(id(optimizer), DenseSums())
+                sums.prepare(self._model.trainable_variables)
+                if self.looks() is not None and id(optimizer) not in self._halves:
+                    self._halves[id(optimizer)] = DenseSum([], WEIGHT_DTYPE)
 
     @property
     def buffer_bytes(self) -> int:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
-        return sum(one.bytes for one in self._sums.values() if one.is_used)
+        return sum(one.bytes for sums in self._sums.values() for one in sums.used)
 
     def open(self, graph: Any = None) -> None:
         """Begin a batch on this replica; what its micro-batches do has been traced."""
         del graph
-        for one in (*self._sums.values(), *self._squares.values()):
+        for sums in self._sums.values():
+            sums.open()
+        for one in self._halves.values():
             if one.is_used:
                 one.open()
 
@@ -131,19 +132,18 @@ class Runner:
 
         If `seen` is given, it is filled with all of them, as they are added up.
         """
-        pairs = list(zip(collected.variables, collected.gradients))
-        collected.gradients = []
-        for variable, gradient in pairs:
-            total = self._sums.get((id(collected.optimizer), id(variable)))
-            if gradient is None or isinstance(gradient, tf.IndexedSlices):
-                total = None
-            gradient = _weighted(collected, variable, gradient, weight)
-            if seen is not None:
-                seen.append(gradient)
-            if total is not None:
-                total.add(gradient)
-            collected.sums.append(total)
-            collected.gradients.append(gradient if total is None else None)
+        weight = None if collected.is_weighted else weight
+        variables, sums = collected.variables, self._sums.get(id(collected.optimizer))
+        gradients = list(map(shaped, collected.gradients, variables))
+        kept: list[Any] = []
+        if sums is not None:
+            gradients, kept = sums.add(variables, gradients, weight)
+        collected.gradients = [
+            as_gradient_of(variable, gradient, weight)
+            for variable, gradient in zip(variables, gradients)
+        ]
+        if seen is not None:
+            seen += [*kept, *collected.gradients]
 
     def run(self, data: Any, whole: Whole) -> dict[str, Any]:
         """Run `train_step` on a micro-batch without an update; return what adds up."""
@@ -160,14 +160,14 @@ class Runner:
             return self._mass(recorder, samples) / whole.unit
 
         def keep(collected: Collected) -> None:
-            squares = self._squares.get(id(collected.optimizer))
-            if whole.looks is None or squares is None:
+            halves = self._halves.get(id(collected.optimizer))
+            if whole.looks is None or halves is None:
                 self._keep(collected, weight())
                 return
             seen: list[Any] = []
             self._keep(collected, weight(), seen)
             by = tf.math.divide_no_nan(whole.unit, samples)
-            squares.add(squared_norm(seen, whole.looks) * by)
+            halves.add(half_squared_norm(seen, whole.looks) * by)
 
         gradients = collecting(self._model, lambda loss: times(loss, weight()), keep)
         with contextlib.ExitStack() as stack:
@@ -180,7 +180,7 @@ class Runner:
         self._collected = collected
         insight = None
         if self._insight is not None:
-            insight = {"counts": [tf.cast(samples > 0, WEIGHT_DTYPE), samples]}
+            insight = {"microbatches": tf.cast(samples > 0, WEIGHT_DTYPE)}
         mass = self._mass(recorder, samples)
         return {
             "gradients": [one.gradients for one in collected],
@@ -270,18 +270,12 @@ class Runner:
             is_known: whether the samples of the batch were known when it was traced.
         """
         sums["logs"] = self.logs.close(sums["logs"], sums["samples"], is_known=is_known)
-        sums["gradients"] = [
-            [
-                gradient if total is None else total.value()
-                for total, gradient in zip(one.sums, gradients)
-            ]
-            for one, gradients in zip(self._collected, sums["gradients"])
-        ]
-        if self._squares:
-            squares = [self._square_of(one.optimizer) for one in self._collected]
+        sums["gradients"] = list(map(self._summed, self._collected, sums["gradients"]))
+        if self._halves:
+            halves = [self._halves_of(one.optimizer) for one in self._collected]
             if self._replicas > 1:
-                squares = [square * unit for square in squares]
-            sums["insight"]["squares"] = squares
+                halves = [half * unit for half in halves]
+            sums["insight"]["halves"] = halves
         if self._replicas > 1:
             sums["gradients"] = self._scaled(sums["gradients"], unit)
         elif unit is not sums["samples"]:
@@ -289,12 +283,21 @@ class Runner:
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
         return tf.nest.flatten(sums)
 
-    def _square_of(self, optimizer: Any) -> Any:
-        """Return the sum of squared norms for an optimizer; NaN if nobody has looked."""
-        square = self._squares.get(id(optimizer))
-        if square is None or not square.is_used:
+    def _summed(self, collected: Collected, gradients: list[Any]) -> list[Any]:
+        """Return the gradients of a batch, given what is left to add to what was kept."""
+        sums = self._sums.get(id(collected.optimizer))
+        values = {} if sums is None else sums.values()
+        return [
+            added(values.get(id(variable)), gradient)
+            for variable, gradient in zip(collected.variables, gradients)
+        ]
+
+    def _halves_of(self, optimizer: Any) -> Any:
+        """Return the sum of half squared norms for an optimizer; NaN if nobody has looked."""
+        halves = self._halves.get(id(optimizer))
+        if halves is None or not halves.is_used:
             return tf.constant(math.nan, WEIGHT_DTYPE)
-        return square.value()
+        return halves.value()
 
     def update(self, flat: list[Any]) -> dict[str, Any]:
         """Update the model from what `close` returned, summed over replicas; return logs."""
@@ -320,7 +323,7 @@ class Runner:
                 ]
                 # Gradients were weighted with the mass, squares are to be with samples.
                 scale = scale * divided(count, mass)
-                self._insight.note(sums["insight"], list(zip(scales, means)), scale)
+                self._insight.note(sums["insight"], count, list(zip(scales, means)), scale)
             for optimizer, mean in zip(self._optimizers, means):
                 optimizer.apply(self.strategy, mean)
             self._norm.update(sums["moments"])
@@ -336,10 +339,8 @@ class Runner:
 
     def _close_sums(self) -> None:
         def local() -> None:
-            for one in self._collected:
-                for total in one.sums:
-                    if total is not None:
-                        total.close()
+            for sums in self._sums.values():
+                sums.close()
 
         self.strategy.run(local)
 
@@ -358,8 +359,3 @@ class Runner:
             lambda: flattened(self._scaled(gradients, scale))[0],
         )
         return packed(tensors, kinds)
-
-
-def _weighted(collected: Collected, variable: Any, gradient: Any, weight: Any) -> Any:
-    scale = None if collected.is_weighted else weight
-    return as_gradient_of(variable, shaped(gradient, variable), scale)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import tensorflow as tf
@@ -10,13 +9,9 @@ import tensorflow as tf
 from bigbatch.core.window import UNBOUNDED
 from bigbatch.errors import ContextError, explain
 from bigbatch.tf.compat import under_xla
-from bigbatch.tf.values import DENSE, NOTHING, ROWS, widened, zeros
+from bigbatch.tf.values import DENSE, LARGE, NOTHING, ROWS, widened
 
-_LARGE = 4096
-"""From so many numbers on, passes over them take longer than an operation more."""
-
-_NUMBERS = itertools.count()
-_ANY_SHAPE: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
+ANY_SHAPE: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
 
 
 def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any:
@@ -37,7 +32,7 @@ def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any
     )
 
 
-def _add_to(variable: Any, value: Any) -> Any:
+def add_to(variable: Any, value: Any) -> Any:
     """Add in place; return what is there when it is done."""
     if value.shape.rank is None or value.shape.rank > 2:
         # TensorFlow's constant folding breaks the gradient of a convolution that goes straight
@@ -51,59 +46,6 @@ def _subtract_from(variable: Any, factor: Any, value: Any) -> Any:
     return tf.raw_ops.ResourceApplyGradientDescent(
         var=variable.handle, alpha=factor, delta=value
     )
-
-
-class DenseSum:
-    """The sum of one variable's dense gradients, on each replica its own.
-
-    It can be added to inside a function, where a gradient is gone as soon as it is added:
-    what a function returns is kept until everything the function does is done. It takes
-    memory only from `open` to `close`.
-    """
-
-    def __init__(self, variable: Any) -> None:
-        self._shape = tf.TensorShape(variable.shape)
-        self._dtype = widened(variable.dtype)
-        self._number = next(_NUMBERS)
-        self._sum = local_variable(self._nothing(), _ANY_SHAPE)
-        self._is_open = False
-        self.is_used = False
-        """Whether anything has ever been added, or has been traced to be."""
-
-    @property
-    def bytes(self) -> int:
-        """What it takes while it is open."""
-        return self._dtype.size * self._shape.num_elements()
-
-    def open(self) -> None:
-        """Start from zero."""
-        self._is_open = True
-        self._sum.assign(zeros(self._shape, self._dtype))
-
-    def add(self, gradient: Any) -> None:
-        """Add a tensor."""
-        self.is_used = True
-        if tf.executing_eagerly() and not self._is_open:
-            self.open()
-        _add_to(self._sum, tf.cast(gradient, self._dtype))
-
-    def value(self) -> Any:
-        """Return this replica's sum."""
-        return tf.ensure_shape(self._sum.read_value(), self._shape)
-
-    def close(self) -> None:
-        """Give the memory back; who has read the sum still has it."""
-        self._is_open = False
-        self._sum.assign(self._nothing())
-
-    def _nothing(self) -> Any:
-        if not self._shape.rank:
-            return tf.zeros([], self._dtype)
-        # TensorFlow takes all that is assigned to a variable in a graph to have one shape, and
-        # equal operations for one: were there no rows in sight, and the same for every
-        # variable, it would mix up the shapes of gradients. So it must not see the number.
-        number = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(self._number), shape=[])
-        return tf.zeros(tf.stack([number - self._number, *self._shape[1:]]), self._dtype)
 
 
 class GradientBuffer:
@@ -121,7 +63,7 @@ class GradientBuffer:
         self.dtype = widened(variable.dtype)
         self._strategy = tf.distribute.get_strategy()
         self._has_sum = False
-        self._sum = local_variable(tf.zeros([0], self.dtype), _ANY_SHAPE)
+        self._sum = local_variable(tf.zeros([0], self.dtype), ANY_SHAPE)
         self.rows_per_microbatch = 0
         """Rows that a compiled function appends, if there is one: see `_prepare_compiled`."""
         if self.shape.rank:
@@ -154,7 +96,7 @@ class GradientBuffer:
         rows = isinstance(gradient, tf.IndexedSlices)
         value = tf.cast(gradient.values if rows else gradient, self.dtype)
         weight = weight if weight is None else tf.cast(weight, self.dtype)
-        if not rows and weight is not None and self.shape.num_elements() >= _LARGE:
+        if not rows and weight is not None and self.shape.num_elements() >= LARGE:
             self.allocate()
             # A weight of zero is skipped: times zero, a NaN would stay one.
             # `multiply_no_nan` is far slower.
@@ -164,7 +106,7 @@ class GradientBuffer:
         if rows:
             return self._append(value, tf.cast(gradient.indices, tf.int64), window_length)
         self.allocate()
-        return _add_to(self._sum, value)
+        return add_to(self._sum, value)
 
     def _add_times(self, value: Any, weight: Any) -> bool:
         _subtract_from(self._sum, -weight, value)

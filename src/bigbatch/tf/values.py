@@ -13,8 +13,8 @@ from bigbatch.tf.compat import under_xla
 WEIGHT_DTYPE = tf.float64
 """Weights are added up in float64: it counts tokens exactly, float32 stops at 2**24."""
 
-_SMALL = 4096
-"""From so many numbers on, a gradient is large."""
+LARGE = 4096
+"""From so many numbers on, passes over them take longer than an operation more."""
 
 NOTHING, DENSE, ROWS = 0, 1, 2
 """What a gradient is, or what a window holds; `DENSE | ROWS` if micro-batches gave both."""
@@ -58,7 +58,8 @@ def after(results: Iterable[Any]) -> Any:
     if tf.executing_eagerly():
         return contextlib.nullcontext()
     results = [r.values if isinstance(r, tf.IndexedSlices) else r for r in results]
-    return tf.control_dependencies([result for result in results if result is not None])
+    # One operation to wait for, not as many as there are results, times all that wait.
+    return tf.control_dependencies([tf.group(*(r for r in results if r is not None))])
 
 
 def zeros(shape: Any, dtype: Any) -> Any:
@@ -135,28 +136,31 @@ def times(value: Any, weight: Any) -> Any:
     return value * tf.cast(weight, value.dtype)
 
 
-def squared_norm(gradients: Iterable[Any], is_wanted: Any) -> Any:
-    """Return the squared norm of gradients together, as a weight, if it is wanted.
+def half_squared_norm(gradients: Iterable[Any], is_wanted: Any) -> Any:
+    """Return half the squared norm of gradients together, as a weight, if it is wanted.
 
     If not, it is any number, and large ones are passed over. Rows of the same index count as
     their sum.
     """
-    parts: list[Any] = []
+    large: list[Any] = []
     small: dict[Any, list[Any]] = {}
     for gradient in gradients:
-        if kind_of(gradient) == DENSE and (gradient.shape.num_elements() or _SMALL) < _SMALL:
+        if kind_of(gradient) == DENSE and (gradient.shape.num_elements() or LARGE) < LARGE:
             gradient = widen(gradient)
             rows = gradient if gradient.shape.rank else tf.reshape(gradient, [1])
             small.setdefault((gradient.dtype, *rows.shape[1:]), []).append(rows)
         elif gradient is not None:
-            parts.append(gradient)
+            large.append(gradient)
     # Of many small ones it is the number of operations that takes time. Each large one is
     # looked at by itself, or all would be in memory until the last is there.
-    halves = [_half_squared_norm(tf.concat(tensors, 0)) for tensors in small.values()]
-    for part in parts:
-        norm = functools.partial(_half_squared_norm, part)
+    halves = [
+        _half_squared_norm(rows[0] if len(rows) == 1 else tf.concat(rows, 0))
+        for rows in small.values()
+    ]
+    for one in large:
+        norm = functools.partial(_half_squared_norm, one)
         halves.append(tf.cond(is_wanted, norm, lambda: tf.zeros([])))
-    return 2 * tf.cast(tf.add_n(halves or [tf.zeros([])]), WEIGHT_DTYPE)
+    return tf.cast(tf.add_n(halves or [tf.zeros([])]), WEIGHT_DTYPE)
 
 
 def _half_squared_norm(gradient: Any) -> Any:

@@ -1,0 +1,180 @@
+"""Where the dense gradients of a batch are added up while its micro-batches run."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Iterable
+
+import tensorflow as tf
+
+from bigbatch.tf.buffers import ANY_SHAPE, add_to, local_variable
+from bigbatch.tf.values import DENSE, LARGE, kind_of, times, widen, widened, zeros
+
+_NUMBERS = itertools.count()
+
+
+class DenseSum:
+    """A sum of tensors of one shape, on each replica its own.
+
+    It can be added to inside a function, where a gradient is gone as soon as it is added:
+    what a function returns is kept until everything the function does is done. It takes
+    memory only from `open` to `close`.
+    """
+
+    def __init__(self, shape: Any, dtype: Any) -> None:
+        self.shape = tf.TensorShape(shape)
+        """Of what is added; the number of rows may change before anything is."""
+        self.dtype = tf.as_dtype(dtype)
+        self._number = next(_NUMBERS)
+        self._sum = local_variable(self._nothing(), ANY_SHAPE)
+        self._is_open = False
+        self.is_used = False
+        """Whether anything has ever been added, or has been traced to be."""
+
+    @property
+    def bytes(self) -> int:
+        """What it takes while it is open."""
+        return self.dtype.size * self.shape.num_elements()
+
+    def open(self) -> None:
+        """Start from zero."""
+        self._is_open = True
+        self._sum.assign(zeros(self.shape, self.dtype))
+
+    def add(self, value: Any) -> None:
+        """Add a tensor."""
+        self.is_used = True
+        if tf.executing_eagerly() and not self._is_open:
+            self.open()
+        add_to(self._sum, tf.cast(value, self.dtype))
+
+    def value(self) -> Any:
+        """Return this replica's sum."""
+        return tf.ensure_shape(self._sum.read_value(), self.shape)
+
+    def close(self) -> None:
+        """Give the memory back; who has read the sum still has it."""
+        self._is_open = False
+        self._sum.assign(self._nothing())
+
+    def _nothing(self) -> Any:
+        if not self.shape.rank:
+            return tf.zeros([], self.dtype)
+        # TensorFlow takes all that is assigned to a variable in a graph to have one shape, and
+        # equal operations for one: were there no rows in sight, and the same for every
+        # variable, it would mix up the shapes of gradients. So it must not see the number.
+        number = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(self._number), shape=[])
+        return tf.zeros(tf.stack([number - self._number, *self.shape[1:]]), self.dtype)
+
+
+class DenseSums:
+    """The sums of the dense gradients of variables, on each replica its own.
+
+    Small ones whose rows are of one kind stand below each other in one tensor: of many small
+    ones it is the number of operations that takes time.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[_Place] = []
+        self._known: set[int] = set()
+
+    def prepare(self, variables: Iterable[Any]) -> None:
+        """Make places for variables that have none."""
+        places: dict[Any, list[Any]] = {}
+        for variable in variables:
+            if id(variable) not in self._known:
+                self._known.add(id(variable))
+                places.setdefault(_place_of(variable), []).append(variable)
+        self._places += map(_Place, places.values())
+
+    @property
+    def used(self) -> list[DenseSum]:
+        """The tensors that take memory while a batch runs."""
+        return [place.sum for place in self._places if place.sum.is_used]
+
+    def open(self) -> None:
+        """Start from zero, where anything is ever added."""
+        for one in self.used:
+            one.open()
+
+    def close(self) -> None:
+        """Give the memory back; who has read the sums still has them."""
+        for one in self.used:
+            one.close()
+
+    def add(
+        self, variables: list[Any], gradients: list[Any], weight: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """Add up `weight * gradient` for those that can be: dense, of variables with a place.
+
+        Returns:
+            The gradients, as they are, with `None` for those added up; what was added up.
+        """
+        dense = {
+            id(variable): gradient
+            for variable, gradient in zip(variables, gradients)
+            if kind_of(gradient) == DENSE
+        }
+        added = [place.take(dense, weight) for place in self._places]
+        left = [
+            gradient if kind_of(gradient) != DENSE or id(variable) in dense else None
+            for variable, gradient in zip(variables, gradients)
+        ]
+        return left, [one for one in added if one is not None]
+
+    def values(self) -> dict[int, Any]:
+        """Return this replica's sums, by the identity of their variables."""
+        values: dict[int, Any] = {}
+        for place in self._places:
+            values.update(place.values())
+        return values
+
+
+class _Place:
+    """One tensor for the sums of one or more variables."""
+
+    def __init__(self, variables: list[Any]) -> None:
+        self._variables = variables
+        self.sum = DenseSum(variables[0].shape, widened(variables[0].dtype))
+
+    def take(self, gradients: dict[int, Any], weight: Any) -> Any:
+        """Take the gradients of its variables and add them up; return what was added."""
+        own = [one for one in self._variables if id(one) in gradients]
+        if not own:
+            return None
+        if not self.sum.is_used:  # only now it is known which variables have gradients
+            self._variables = own
+            self.sum.shape = tf.TensorShape(own[0].shape)
+            if len(own) > 1:
+                self.sum.shape = tf.TensorShape([sum(self._rows), *own[0].shape[1:]])
+        # Where another trace had a gradient and this one has none, it is zero.
+        parts = [
+            widen(gradients.pop(id(one)))
+            if id(one) in gradients
+            else zeros(one.shape, self.sum.dtype)
+            for one in self._variables
+        ]
+        value = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+        value = value if weight is None else times(value, weight)
+        self.sum.add(value)
+        return value
+
+    def values(self) -> dict[int, Any]:
+        """Return this replica's sums, by the identity of their variables."""
+        if not self.sum.is_used:
+            return {}
+        value = self.sum.value()
+        parts = [value] if len(self._variables) == 1 else tf.split(value, self._rows)
+        return {id(one): part for one, part in zip(self._variables, parts)}
+
+    @property
+    def _rows(self) -> list[int]:
+        return [one.shape[0] for one in self._variables]
+
+
+def _place_of(variable: Any) -> Any:
+    """Return what variables have in common whose gradients are added up in one tensor."""
+    shape = tf.TensorShape(variable.shape)
+    if shape.rank in (1, 2) and shape.num_elements() < LARGE:
+        return widened(variable.dtype), tuple(shape[1:])
+    return id(variable)

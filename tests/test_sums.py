@@ -1,0 +1,96 @@
+"""Where `fit` adds dense gradients up: small ones of a kind in one tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from bigbatch.tf.sums import DenseSums
+
+SHAPES = {"kernel": (3, 4), "other kernel": (2, 4), "bias": (4,), "large": (64, 65)}
+
+
+def variables():
+    return {name: tf.Variable(tf.zeros(shape)) for name, shape in SHAPES.items()}
+
+
+def ones(variable, factor=1.0):
+    return tf.fill(variable.shape, factor)
+
+
+def prepared(variables):
+    sums = DenseSums()
+    sums.prepare(variables)
+    return sums
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
+def test_every_variable_has_its_own_sum(wrap):
+    of = list(variables().values())
+    sums = prepared(of)
+
+    def twice():
+        for factor in (1.0, 2.0):
+            gradients = [ones(one, factor * (index + 1)) for index, one in enumerate(of)]
+            left, _ = sums.add(of, gradients, tf.constant(0.5, tf.float64))
+            assert left == [None] * len(of)
+        values = sums.values()
+        return [values[id(one)] for one in of]
+
+    def opened():
+        sums.open()
+        return twice()
+
+    if wrap is tf.function:
+        wrap(twice).get_concrete_function()  # of what is added is known when it is traced
+    for index, (one, value) in enumerate(zip(of, wrap(opened)())):
+        # Exact: halves of small whole numbers.
+        np.testing.assert_array_equal(value, np.full(one.shape, 1.5 * (index + 1)))
+
+
+def test_small_ones_of_a_kind_share_a_tensor_and_large_ones_do_not():
+    of = list(variables().values())
+    sums = prepared(of)
+    _, added = sums.add(of, list(map(ones, of)))
+    assert [tuple(one.shape) for one in added] == [(5, 4), (4,), (64, 65)]
+    assert sum(one.bytes for one in sums.used) == 4 * sum(
+        int(np.prod(shape)) for shape in SHAPES.values()
+    )
+
+
+def test_who_has_no_gradient_has_no_sum_and_takes_no_memory():
+    of = list(variables().values())
+    kernel, other, bias, _ = of
+    sums = prepared(of)
+    left, _ = sums.add(of, [ones(kernel), None, ones(bias), None])
+    assert left == [None] * 4
+    assert set(sums.values()) == {id(kernel), id(bias)}
+    assert sum(one.bytes for one in sums.used) == 4 * (12 + 4)
+    # A later trace may have others: they are left to the caller, and who is missing is zero.
+    left, _ = sums.add([other, bias], [ones(other), ones(bias)])
+    assert left[0] is not None and left[1] is None
+    np.testing.assert_array_equal(sums.values()[id(kernel)], np.ones((3, 4)))
+    np.testing.assert_array_equal(sums.values()[id(bias)], np.full(4, 2.0))
+
+
+def test_a_gradient_that_another_trace_had_is_zero_in_this_one():
+    of = list(variables().values())[:2]
+    sums = prepared(of)
+    sums.add(of, list(map(ones, of)))
+    sums.add(of, [None, ones(of[1])])
+    values = sums.values()
+    np.testing.assert_array_equal(values[id(of[0])], np.ones((3, 4)))
+    np.testing.assert_array_equal(values[id(of[1])], np.full((2, 4), 2.0))
+
+
+def test_rows_and_variables_without_a_place_are_left_to_the_caller():
+    of = list(variables().values())
+    known, new = of[:2]
+    sums = prepared([known])
+    rows = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([0]), tf.constant([3, 4]))
+    left, added = sums.add([known, new], [rows, ones(new)])
+    assert left[0] is rows and left[1] is not None and not added
+    sums.prepare([known, new])
+    left, _ = sums.add([new], [ones(new)])
+    assert left == [None]
