@@ -13,6 +13,8 @@ from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, w
 from bigbatch.core.noise import ALL_OF_FIRST, ONE_IN
 
 K = 8
+MODELS = 3
+"""Models per candidate: two of a kind differ in speed, tiny ones by 5 % and more."""
 COLUMNS = ("the same again", "NoiseScale", "Monitor", "coupled=True")
 
 
@@ -28,6 +30,16 @@ class Auto(Split):
     setting = "auto"
 
 
+def _models(kind: Any, work: Any, *callbacks: Any) -> list[Any]:
+    """Return models of a kind, each with callbacks of its own."""
+    lists = [[make() for make in callbacks] for _ in range(MODELS)]
+    return [(kind(work, False, callbacks=own), own) for own in lists]
+
+
+def _mean_time(models: list[Any], x: Any, y: Any) -> float:
+    return sum(model.run(x, y, K) for model, _ in models) / len(models)
+
+
 def run(settings: Settings) -> None:
     """Measure, and write `options.md`."""
     warm_up()
@@ -36,20 +48,20 @@ def run(settings: Settings) -> None:
         keras.utils.set_random_seed(0)
         # As many that every round has the same part of updates that are looked at.
         x, y = work.data(MICROBATCH * K * max(work.updates, ONE_IN))
-        noise = bigbatch.NoiseScale()
-        candidates: dict[str, Any] = {
-            "plain": Split(work, False),
-            "the same again": Split(work, False),
-            "NoiseScale": Split(work, False, callbacks=[noise]),
-            "Monitor": Split(work, False, callbacks=[bigbatch.Monitor()]),
+        candidates: dict[str, list[Any]] = {
+            "plain": _models(Split, work),
+            "the same again": _models(Split, work),
+            "NoiseScale": _models(Split, work, bigbatch.NoiseScale),
+            "Monitor": _models(Split, work, bigbatch.Monitor),
         }
         if work.name != "convolutional":  # BatchNormalization lets samples meet
-            candidates["coupled=True"] = Coupled(work, False)
-        while noise.estimate.updates < ALL_OF_FIRST:
-            candidates["NoiseScale"].run(x, y, K)
+            candidates["coupled=True"] = _models(Coupled, work)
+        for model, (noise,) in candidates["NoiseScale"]:
+            while noise.estimate.updates < ALL_OF_FIRST:
+                model.run(x, y, K)
         runs = {
-            one: functools.partial(candidate.run, x, y, K)
-            for one, candidate in candidates.items()
+            one: functools.partial(_mean_time, models, x, y)
+            for one, models in candidates.items()
         }
         times = interleaved(runs, settings.rounds)
         # No limit: after the trial of the whole batch it is the full batch.
@@ -63,7 +75,8 @@ def run(settings: Settings) -> None:
     headings = ("work", *COLUMNS, "first epoch with auto")
     notes = [
         f"Split mode, micro-batches of {MICROBATCH}, k = {K}: time per update relative to the "
-        "same without. *The same again* is another model of the same kind: what chance does. "
+        f"same without, mean of {MODELS} models each. *The same again* is the same once more "
+        "with other models: what chance does. "
         f"`NoiseScale` has seen its first {ALL_OF_FIRST} updates and looks at one in {ONE_IN}. "
         "For `auto`: the first epoch, in which it tries sizes, relative to the first epoch of "
         "a fixed size; both trace."

@@ -122,12 +122,12 @@ class Work:
 WORK = {
     work.name: work
     for work in (
-        Work(convolutional),
+        Work(convolutional, updates=6),
         Work(transformer, VOCABULARY),
         Work(wide),
-        Work(tiny, updates=16),
+        Work(tiny, updates=48),
         Work(embedding, ROWS_TOUCHED, peer=False),
-        Work(mixed_bfloat16, VOCABULARY, updates=1, peer=False),
+        Work(mixed_bfloat16, VOCABULARY, peer=False),
     )
 }
 
