@@ -22,6 +22,8 @@ from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, w
 from benchmarks.work import WORK, Work
 
 K = 8
+MODELS = 2
+"""Models per candidate: two of a kind differ in speed."""
 COMPILED = ("convolutional", "transformer", "wide", "tiny")
 HEADINGS = (
     "work",
@@ -58,8 +60,9 @@ def run(settings: Settings) -> None:
                 medians.setdefault(label, {})[name] = middle
     notes = [
         f"Micro-batches of {MICROBATCH}, k = {K}, Adam. Median and quartiles of the ratios of "
-        "each round; candidates take turns. The limit makes the same passes and one update, "
-        "and adds nothing up. Samples per second change with the machine; ratios hardly do."
+        f"each round, {MODELS} models of each kind; candidates take turns. The limit makes "
+        "the same passes and one update, and adds nothing up. Samples per second change with "
+        "the machine; ratios hardly do."
     ]
     write(settings, "speed", "Time per update", table(HEADINGS, rows), notes)
     plots.speed(medians, settings.results / "speed.png")
@@ -68,11 +71,17 @@ def run(settings: Settings) -> None:
 def measure(
     work: Work, group: dict[str, Any], jit_compile: bool, rounds: int
 ) -> dict[str, Any]:
-    """Return the times of the candidates, round by round."""
+    """Return the times of the candidates, round by round, with new models halfway."""
     keras.utils.set_random_seed(0)
     x, y = work.data(MICROBATCH * K * work.updates)
-    runs = {
-        name: functools.partial(make(work, jit_compile).run, x, y, K)
-        for name, make in group.items()
-    }
-    return {name: times[WARM_UP:] for name, times in interleaved(runs, rounds).items()}
+    times: dict[str, Any] = dict.fromkeys(group, np.array([]))
+    for part in np.array_split(np.arange(rounds), MODELS):
+        if not len(part):
+            continue
+        runs = {
+            name: functools.partial(make(work, jit_compile).run, x, y, K)
+            for name, make in group.items()
+        }
+        for name, values in interleaved(runs, len(part)).items():
+            times[name] = np.append(times[name], values[WARM_UP:])
+    return times

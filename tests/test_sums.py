@@ -69,7 +69,8 @@ def test_who_has_no_gradient_has_no_sum_and_takes_no_memory():
     assert sum(one.bytes for one in sums.used) == 4 * (12 + 4)
     # A later trace may have others: they are left to the caller, and who is missing is zero.
     left, _ = sums.add([other, bias], [ones(other), ones(bias)])
-    assert left[0] is not None and left[1] is None
+    assert left[0] is not None
+    assert left[1] is None
     np.testing.assert_array_equal(sums.values()[id(kernel)], np.ones((3, 4)))
     np.testing.assert_array_equal(sums.values()[id(bias)], np.full(4, 2.0))
 
@@ -90,7 +91,9 @@ def test_rows_and_variables_without_a_place_are_left_to_the_caller():
     sums = prepared([known])
     rows = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([0]), tf.constant([3, 4]))
     left, added = sums.add([known, new], [rows, ones(new)])
-    assert left[0] is rows and left[1] is not None and not added
+    assert left[0] is rows
+    assert left[1] is not None
+    assert not added
     sums.prepare([known, new])
     left, _ = sums.add([new], [ones(new)])
     assert left == [None]
