@@ -38,13 +38,13 @@ WARM_UP = 2
 NOT_MEASURED = "Not measured: GPUs, TPUs, machines with more than the cores named above."
 
 
-def interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
+def interleaved(runs: dict[Any, Callable[[], float]], rounds: int) -> dict[Any, Any]:
     """Return the times of every run, in rounds of one run each, and two more to warm up.
 
     The first traces; in the second some of what `fit` does only later is traced. Every other
     round goes backwards, so that a machine that slows down slows all candidates alike.
     """
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[Any, list[float]] = {name: [] for name in runs}
     for index in range(rounds + WARM_UP):
         for name in list(runs)[:: -1 if index % 2 else 1]:
             times[name].append(runs[name]())

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import keras
+import numpy as np
 
 import bigbatch
 from benchmarks.candidates import MICROBATCH, Split
@@ -36,10 +37,6 @@ def _models(kind: Any, work: Any, *callbacks: Any) -> list[Any]:
     return [(kind(work, False, callbacks=own), own) for own in lists]
 
 
-def _mean_time(models: list[Any], x: Any, y: Any) -> float:
-    return sum(model.run(x, y, K) for model, _ in models) / len(models)
-
-
 def run(settings: Settings) -> None:
     """Measure, and write `options.md`."""
     warm_up()
@@ -60,10 +57,15 @@ def run(settings: Settings) -> None:
             while noise.estimate.updates < ALL_OF_FIRST:
                 model.run(x, y, K)
         runs = {
-            one: functools.partial(_mean_time, models, x, y)
-            for one, models in candidates.items()
+            (one, index): functools.partial(candidates[one][index][0].run, x, y, K)
+            for index in range(MODELS)
+            for one in candidates
         }
-        times = interleaved(runs, settings.rounds)
+        by_model = interleaved(runs, settings.rounds)
+        times = {
+            one: np.mean([by_model[one, index] for index in range(MODELS)], 0)
+            for one in candidates
+        }
         # No limit: after the trial of the whole batch it is the full batch.
         first = Auto(work, False).run(x, y, K) / times["plain"][0]
         steady = {one: values[WARM_UP:] for one, values in times.items()}

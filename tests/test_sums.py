@@ -19,8 +19,8 @@ def ones(variable, factor=1.0):
     return tf.fill(variable.shape, factor)
 
 
-def prepared(variables):
-    sums = DenseSums()
+def prepared(variables, *, joins=True):
+    sums = DenseSums(joins=joins)
     sums.prepare(variables)
     return sums
 
@@ -97,3 +97,30 @@ def test_rows_and_variables_without_a_place_are_left_to_the_caller():
     sums.prepare([known, new])
     left, _ = sums.add([new], [ones(new)])
     assert left == [None]
+
+
+def test_in_eager_code_every_batch_may_have_gradients_of_other_variables():
+    one, other = list(variables().values())[:2]
+    sums = prepared([one, other], joins=False)
+    sums.add([one, other], [ones(one), None])
+    assert set(sums.values()) == {id(one)}
+    left, _ = sums.add([one, other], [None, ones(other)])
+    assert left == [None, None]
+    assert set(sums.values()) == {id(one), id(other)}
+    sums.close()
+    sums.open()
+    sums.add([one, other], [None, ones(other)])
+    # Not zeros, with which an optimizer that has a momentum would move it.
+    assert set(sums.values()) == {id(other)}
+    np.testing.assert_array_equal(sums.values()[id(other)], np.ones((2, 4)))
+
+
+def test_gradients_keep_their_type_and_are_joined_in_that_of_their_sum():
+    of = list(variables().values())[:2]
+    sums = prepared(of)
+    sums.add(of, [ones(of[0]), tf.cast(ones(of[1]), tf.float64)])
+    assert {value.dtype for value in sums.values().values()} == {tf.float32}
+    number = tf.Variable(tf.zeros([2], tf.complex64))
+    sums = prepared([number])
+    sums.add([number], [tf.constant([1 + 2j, 3j], tf.complex64)], tf.constant(0.5, tf.float64))
+    np.testing.assert_array_equal(sums.values()[id(number)], [0.5 + 1j, 1.5j])

@@ -102,7 +102,8 @@ class Runner:
         """
         with self.strategy.scope():
             for optimizer in optimizers_of(self._model):
-                sums = self._sums.setdefault(id(optimizer), DenseSums())
+                joins = not self._model.run_eagerly
+                sums = self._sums.setdefault(id(optimizer), DenseSums(joins=joins))
                 sums.prepare(self._model.trainable_variables)
                 if self.looks() is not None and id(optimizer) not in self._halves:
                     self._halves[id(optimizer)] = DenseSum([], WEIGHT_DTYPE)

@@ -8,7 +8,7 @@ from typing import Any, Iterable
 import tensorflow as tf
 
 from bigbatch.tf.buffers import ANY_SHAPE, add_to, local_variable
-from bigbatch.tf.values import DENSE, LARGE, kind_of, times, widen, widened, zeros
+from bigbatch.tf.values import DENSE, LARGE, kind_of, widened, zeros
 
 _NUMBERS = itertools.count()
 
@@ -30,6 +30,8 @@ class DenseSum:
         self._is_open = False
         self.is_used = False
         """Whether anything has ever been added, or has been traced to be."""
+        self.has_value = False
+        """Whether anything is added in this batch, or has been traced to be."""
 
     @property
     def bytes(self) -> int:
@@ -39,13 +41,15 @@ class DenseSum:
     def open(self) -> None:
         """Start from zero."""
         self._is_open = True
+        if tf.executing_eagerly():
+            self.has_value = False
         self._sum.assign(zeros(self.shape, self.dtype))
 
     def add(self, value: Any) -> None:
         """Add a tensor."""
-        self.is_used = True
         if tf.executing_eagerly() and not self._is_open:
             self.open()
+        self.is_used = self.has_value = True
         add_to(self._sum, tf.cast(value, self.dtype))
 
     def value(self) -> Any:
@@ -72,9 +76,14 @@ class DenseSums:
 
     Small ones whose rows are of one kind stand below each other in one tensor: of many small
     ones it is the number of operations that takes time.
+
+    Args:
+        joins: whether they do. In eager code they should not: which variables have gradients
+            may change with every micro-batch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, joins: bool) -> None:
+        self._joins = joins
         self._places: list[_Place] = []
         self._known: set[int] = set()
 
@@ -84,7 +93,8 @@ class DenseSums:
         for variable in variables:
             if id(variable) not in self._known:
                 self._known.add(id(variable))
-                places.setdefault(_place_of(variable), []).append(variable)
+                key = _place_of(variable) if self._joins else id(variable)
+                places.setdefault(key, []).append(variable)
         self._places += map(_Place, places.values())
 
     @property
@@ -149,19 +159,19 @@ class _Place:
                 self.sum.shape = tf.TensorShape([sum(self._rows), *own[0].shape[1:]])
         # Where another trace had a gradient and this one has none, it is zero.
         parts = [
-            widen(gradients.pop(id(one)))
+            tf.cast(gradients.pop(id(one)), self.sum.dtype)
             if id(one) in gradients
             else zeros(one.shape, self.sum.dtype)
             for one in self._variables
         ]
         value = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-        value = value if weight is None else times(value, weight)
+        value = value if weight is None else value * tf.cast(weight, value.dtype)
         self.sum.add(value)
         return value
 
     def values(self) -> dict[int, Any]:
         """Return this replica's sums, by the identity of their variables."""
-        if not self.sum.is_used:
+        if not self.sum.has_value:
             return {}
         value = self.sum.value()
         parts = [value] if len(self._variables) == 1 else tf.split(value, self._rows)
@@ -175,6 +185,6 @@ class _Place:
 def _place_of(variable: Any) -> Any:
     """Return what variables have in common whose gradients are added up in one tensor."""
     shape = tf.TensorShape(variable.shape)
-    if shape.rank in (1, 2) and shape.num_elements() < LARGE:
+    if shape.rank in (1, 2) and (shape.num_elements() or LARGE) < LARGE:
         return widened(variable.dtype), tuple(shape[1:])
     return id(variable)
