@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import zlib
@@ -10,13 +11,29 @@ from collections.abc import Iterator
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import pytest
-import tensorflow as tf
 
-from stack import IS_KERAS_3, keras
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
-)
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """What TensorFlow says while it starts would come after pytest's closing line."""
+    error_stream = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(error_stream, 2)
+        os.close(error_stream)
+
+
+with silence():
+    import tensorflow as tf
+
+    from stack import IS_KERAS_3, keras
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+    )
 tf.get_logger().setLevel("ERROR")
 
 collect_ignore_glob = ["workers/*", "*_probe.py"]  # programs that tests run in other processes
