@@ -16,9 +16,11 @@ from bigbatch.core.noise import (
     noise_and_signal,
 )
 from bigbatch.tf.compat import undistributed_variable
-from bigbatch.tf.values import WEIGHT_DTYPE, half_squared_norm
+from bigbatch.tf.values import WEIGHT_DTYPE
 
 _INSIGHT = "_bigbatch_insight"
+_KEPT = np.array([DECAY] * MOMENTS + [1.0])
+"""How much is kept of the averages, and of the number of updates they are made of."""
 
 
 class Insight:
@@ -35,23 +37,22 @@ class Insight:
         with tf.init_scope(), tf.device("CPU:0"):
             self._counts = undistributed_variable(tf.zeros([3], WEIGHT_DTYPE))
             self._average = undistributed_variable(tf.zeros([MOMENTS + 1], WEIGHT_DTYPE))
+            self._looks = undistributed_variable(tf.constant(True))
 
     @property
     def variables(self) -> list[Any]:
         """Where it is noted."""
-        return [self._counts, self._average]
+        return [self._counts, self._average, self._looks]
 
     def looks(self) -> Any:
         """Say, in a graph, whether the gradients of the update that comes next are looked at.
 
         `None` if those of no update are.
         """
-        if not self.with_noise:
-            return None
-        return is_looked_at(self._average.read_value()[MOMENTS], self._counts.read_value()[0])
+        return self._looks.read_value() if self.with_noise else None
 
     def note(
-        self, sums: Any, samples: Any, means: list[tuple[Any, list[Any]]], scale: Any
+        self, sums: dict[str, Any], samples: Any, halves: list[tuple[Any, Any]], scale: Any
     ) -> None:
         """Note an update; called outside `strategy.run`.
 
@@ -60,31 +61,27 @@ class Insight:
                 half the squared norms of its gradients, each divided by what it was weighted
                 by.
             samples: how many the update was made from.
-            means: the gradients that optimizers are given, each with the scale of its loss.
+            halves: for each optimizer the scale of its loss, and half the squared norm of the
+                gradients it is given.
             scale: what turns the sums of squares into their mean over samples.
         """
-        looks = self.looks()  # before the update is counted, as in its micro-batches
+        looks = self.looks()
         count = sums["microbatches"]
         self._counts.assign_add(tf.stack([tf.ones([], WEIGHT_DTYPE), count, samples]))
         if looks is None:
             return
-        halves = [half_squared_norm(gradients, looks) for _, gradients in means]
+        of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
+        for (loss_scale, half), parts in zip(halves, sums["halves"]):
+            by = 2 / tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
+            of_mean += half * by
+            of_parts += parts * scale * by
+        noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
+        new = tf.stack([*moments(noise, signal, samples), 1.0])
+        is_seen = looks & tf.math.is_finite(noise * signal)  # not of a single micro-batch
         old = self._average.read_value()
-
-        def with_update() -> Any:
-            of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
-            for (loss_scale, _), half, parts in zip(means, halves, sums["halves"]):
-                by = 2 / tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
-                of_mean += half * by
-                of_parts += parts * scale * by
-            noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
-            of_update = moments(noise, signal, samples)
-            new = tf.stack([tf.cast(one, WEIGHT_DTYPE) for one in of_update])
-            is_known = (count > 1) & tf.reduce_all(tf.math.is_finite(new))
-            new = tf.concat([DECAY * old[:MOMENTS] + new, [old[MOMENTS] + 1]], 0)
-            return tf.where(is_known, new, old)
-
-        self._average.assign(tf.cond(looks, with_update, lambda: old))
+        new = tf.where(is_seen, old * _KEPT + new, old)
+        self._average.assign(new)
+        self._looks.assign(is_looked_at(new[MOMENTS], self._counts.read_value()[0]))
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -101,6 +98,7 @@ class Insight:
     def forget_noise(self) -> None:
         """Start anew."""
         self._average.assign(np.zeros(MOMENTS + 1))
+        self._looks.assign(True)
 
 
 def insight_of(model: Any) -> Insight | None:

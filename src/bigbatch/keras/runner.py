@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from bigbatch.keras import compat
 from bigbatch.keras.batch_logs import BatchLogs
 from bigbatch.keras.batch_norm import BatchNorm
 from bigbatch.keras.collector import Collected, collecting, optimizers_of
-from bigbatch.keras.insight import insight_of
+from bigbatch.keras.insight import Insight, insight_of
 from bigbatch.keras.patching import replaced
 from bigbatch.keras.terms import (
     ONE,
@@ -29,7 +28,7 @@ from bigbatch.tf.batch import sample_count
 from bigbatch.tf.compat import outside_strategy_scope
 from bigbatch.tf.optimizers import adapted
 from bigbatch.tf.plain_optimizers import PlainOptimizer
-from bigbatch.tf.sums import DenseSum, DenseSums
+from bigbatch.tf.sums import DenseSums
 from bigbatch.tf.values import (
     WEIGHT_DTYPE,
     added,
@@ -90,7 +89,6 @@ class Runner:
         self._structure: Any = None
         self._sums: dict[int, DenseSums] = {}
         self._insight = insight_of(model)
-        self._halves: dict[int, DenseSum] = {}
         self.logs = BatchLogs(model, self.strategy)
         """What is logged of a batch."""
 
@@ -105,8 +103,6 @@ class Runner:
                 joins = not self._model.run_eagerly
                 sums = self._sums.setdefault(id(optimizer), DenseSums(joins=joins))
                 sums.prepare(self._model.trainable_variables)
-                if self.looks() is not None and id(optimizer) not in self._halves:
-                    self._halves[id(optimizer)] = DenseSum([], WEIGHT_DTYPE)
 
     @property
     def buffer_bytes(self) -> int:
@@ -118,20 +114,16 @@ class Runner:
         del graph
         for sums in self._sums.values():
             sums.open()
-        for one in self._halves.values():
-            if one.is_used:
-                one.open()
 
     def looks(self) -> Any:
         """Say whether the noise of the next batch is looked at, as `Whole` has it."""
         return None if self._insight is None else self._insight.looks()
 
-    def _keep(
-        self, collected: Collected, weight: Any = None, seen: list[Any] | None = None
-    ) -> None:
+    def _keep(self, collected: Collected, weight: Any = None) -> list[Any]:
         """Add up the gradients of a micro-batch, those that can be, and let them go.
 
-        If `seen` is given, it is filled with all of them, as they are added up.
+        Returns:
+            All of them, as they are added up.
         """
         weight = None if collected.is_weighted else weight
         variables, sums = collected.variables, self._sums.get(id(collected.optimizer))
@@ -143,8 +135,7 @@ class Runner:
             as_gradient_of(variable, gradient, weight)
             for variable, gradient in zip(variables, gradients)
         ]
-        if seen is not None:
-            seen += [*kept, *collected.gradients]
+        return [*kept, *collected.gradients]
 
     def run(self, data: Any, whole: Whole) -> dict[str, Any]:
         """Run `train_step` on a micro-batch without an update; return what adds up."""
@@ -160,15 +151,14 @@ class Runner:
         def weight() -> Any:  # known when the loss is
             return self._mass(recorder, samples) / whole.unit
 
+        halves: dict[int, Any] = {}
+
         def keep(collected: Collected) -> None:
-            halves = self._halves.get(id(collected.optimizer))
-            if whole.looks is None or halves is None:
-                self._keep(collected, weight())
-                return
-            seen: list[Any] = []
-            self._keep(collected, weight(), seen)
-            by = tf.math.divide_no_nan(whole.unit, samples)
-            halves.add(half_squared_norm(seen, whole.looks) * by)
+            seen = self._keep(collected, weight())
+            if whole.looks is not None:
+                half = half_squared_norm(seen, whole.looks)
+                half = tf.math.divide_no_nan(half, samples / whole.unit)
+                halves[id(collected.optimizer)] = half
 
         gradients = collecting(self._model, lambda loss: times(loss, weight()), keep)
         with contextlib.ExitStack() as stack:
@@ -181,7 +171,10 @@ class Runner:
         self._collected = collected
         insight = None
         if self._insight is not None:
-            insight = {"microbatches": tf.cast(samples > 0, WEIGHT_DTYPE)}
+            insight = {
+                "microbatches": tf.sign(samples),
+                "halves": [halves.get(id(one.optimizer)) for one in collected],
+            }
         mass = self._mass(recorder, samples)
         return {
             "gradients": [one.gradients for one in collected],
@@ -271,16 +264,20 @@ class Runner:
             is_known: whether the samples of the batch were known when it was traced.
         """
         sums["logs"] = self.logs.close(sums["logs"], sums["samples"], is_known=is_known)
-        sums["gradients"] = list(map(self._summed, self._collected, sums["gradients"]))
-        if self._halves:
-            halves = [self._halves_of(one.optimizer) for one in self._collected]
-            if self._replicas > 1:
-                halves = [half * unit for half in halves]
-            sums["insight"]["halves"] = halves
+        parts = sums["gradients"]
+        sums["gradients"] = list(map(self._summed, self._collected, parts))
         if self._replicas > 1:
+            if self._insight is not None:
+                halves = sums["insight"]["halves"]
+                sums["insight"]["halves"] = [
+                    half if half is None else half * unit for half in halves
+                ]
             sums["gradients"] = self._scaled(sums["gradients"], unit)
-        elif unit is not sums["samples"]:
-            sums["unit"] = unit
+        else:
+            if self.looks() is not None:
+                sums["insight"]["wholes"] = list(map(self._half, self._collected, parts))
+            if unit is not sums["samples"]:
+                sums["unit"] = unit
         self._structure = tf.nest.map_structure(lambda _: 0, sums)
         return tf.nest.flatten(sums)
 
@@ -293,12 +290,15 @@ class Runner:
             for variable, gradient in zip(collected.variables, gradients)
         ]
 
-    def _halves_of(self, optimizer: Any) -> Any:
-        """Return the sum of half squared norms for an optimizer; NaN if nobody has looked."""
-        halves = self._halves.get(id(optimizer))
-        if halves is None or not halves.is_used:
-            return tf.constant(math.nan, WEIGHT_DTYPE)
-        return halves.value()
+    def _half(self, collected: Collected, gradients: list[Any]) -> Any:
+        """Return half the squared norm of what `_summed` does."""
+        sums = self._sums.get(id(collected.optimizer))
+        values = {} if sums is None else sums.values()
+        pairs = zip(collected.variables, gradients)
+        if sums is None or any(g is not None and id(v) in values for v, g in pairs):
+            return half_squared_norm(self._summed(collected, gradients), self.looks())
+        # The same, from fewer tensors.
+        return half_squared_norm([*sums.joined_values(), *gradients], self.looks())
 
     def update(self, flat: list[Any]) -> dict[str, Any]:
         """Update the model from what `close` returned, summed over replicas; return logs."""
@@ -319,17 +319,25 @@ class Runner:
                 for one, mean in zip(self._collected, gradients)
             ]
             if self._insight is not None:
-                scales = [
-                    self._keras.scale_of_gradients(one.optimizer) for one in self._collected
-                ]
-                # Gradients were weighted with the mass, squares are to be with samples.
-                scale = scale * divided(count, mass)
-                self._insight.note(sums["insight"], count, list(zip(scales, means)), scale)
+                self._note(self._insight, sums, means, scale)
             for optimizer, mean in zip(self._optimizers, means):
                 optimizer.apply(self.strategy, mean)
             self._norm.update(sums["moments"])
         self._close_sums()
         return self.logs.update(sums["logs"], count, mass)
+
+    def _note(self, insight: Insight, sums: Any, means: list[list[Any]], scale: Any) -> None:
+        """Note an update from `means`; on one replica they are its sums times `scale`."""
+        halves: list[Any] = []
+        looks = self.looks()
+        if looks is not None and self._replicas > 1:
+            halves = [half_squared_norm(mean, looks) for mean in means]
+        elif looks is not None:
+            halves = [half * scale**2 for half in sums["insight"]["wholes"]]
+        scales = [self._keras.scale_of_gradients(one.optimizer) for one in self._collected]
+        # Gradients were weighted with the mass, squares are to be with samples.
+        scale = scale * divided(sums["samples"], sums["mass"])
+        insight.note(sums["insight"], sums["samples"], list(zip(scales, halves)), scale)
 
     def _build_optimizers(self) -> None:
         """Make the variables of optimizers that Keras does not know of, as of all others."""

@@ -13,6 +13,7 @@ import tensorflow as tf
 from bigbatch.core.window import whole_and_rest
 from bigbatch.tf.batch import Batch
 from bigbatch.tf.compat import under_xla
+from bigbatch.tf.joined import Joined
 from bigbatch.tf.values import DENSE, ROWS, flattened, joined, kind_of, packed, widen, zeros
 
 
@@ -43,12 +44,13 @@ def total(
         The nest that `compute` returns. Half-precision leaves come back as float32, and
         `IndexedSlices` without a `dense_shape`.
     """
-    if not isinstance(batch.count, int) or not isinstance(microbatch_size, int):
-        return _dynamic_total(compute, batch, microbatch_size, jit_compile, begin)
-    if batch.count and tf.executing_eagerly():
+    is_static = isinstance(batch.count, int) and isinstance(microbatch_size, int)
+    if is_static and batch.count and tf.executing_eagerly():
         begin(None)
         return _eager_total(compute, batch, microbatch_size)
-    return _static_total(compute, batch, microbatch_size, jit_compile, begin)
+    joined = Joined(compute)
+    add_up = _static_total if is_static else _dynamic_total
+    return joined.parted(add_up(joined, batch, microbatch_size, jit_compile, begin))
 
 
 def single(

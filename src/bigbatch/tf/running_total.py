@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from bigbatch.tf.batch import Batch
 from bigbatch.tf.buffers import GradientBuffer
+from bigbatch.tf.joined import Joined
 from bigbatch.tf.microbatches import single
 from bigbatch.tf.values import flattened, packed
 
@@ -37,10 +38,11 @@ class RunningTotal:
         self._kinds: Any = None
         self._specs: Any = None
         self._buffers: Any = None
+        self._joined = joined = Joined(compute)
 
         def local(data: Any) -> list[Any]:
             batch = Batch((data,), may_be_empty=strategy.num_replicas_in_sync > 1)
-            results = single(compute, batch, jit_compile=jit_compile)
+            results = single(joined, batch, jit_compile=jit_compile)
             tensors, self._kinds = flattened(results)
             self._specs = tf.nest.map_structure(_spec, results)
             return tensors
@@ -58,7 +60,7 @@ class RunningTotal:
     @property
     def size(self) -> int:
         """The number of leaves `compute` returns."""
-        return len(tf.nest.flatten(self._kinds))
+        return len(tf.nest.flatten(self._kinds["rest"]))
 
     def prepare(self, data: Any) -> None:
         """Trace `compute` for such data (or types of data), and make room for its sum."""
@@ -88,8 +90,12 @@ class RunningTotal:
         """Return this replica's sum, or some of it by name; called on each replica."""
         buffers, kinds = self._buffers, self._kinds
         if names:
-            buffers, kinds = ({name: nest[name] for name in names} for nest in (buffers, kinds))
-        return tf.nest.map_structure(lambda b, kind: b and b.value(kind), buffers, kinds)
+            buffers, kinds = (
+                {**nest, "rest": {name: nest["rest"][name] for name in names}}
+                for nest in (buffers, kinds)
+            )
+        sums = tf.nest.map_structure(lambda b, kind: b and b.value(kind), buffers, kinds)
+        return self._joined.parted(sums, *names)
 
     def _make_buffers(self) -> None:
         if self._buffers is None:

@@ -139,6 +139,10 @@ class DenseSums:
             values.update(place.values())
         return values
 
+    def joined_values(self) -> list[Any]:
+        """Return this replica's sums, those that are joined as they are."""
+        return [place.sum.value() for place in self._places if place.sum.has_value]
+
 
 class _Place:
     """One tensor for the sums of one or more variables."""

@@ -142,10 +142,11 @@ def half_squared_norm(gradients: Iterable[Any], is_wanted: Any) -> Any:
     If not, it is any number, and large ones are passed over. Rows of the same index count as
     their sum.
     """
+    many = 4 * LARGE  # a branch takes several operations
     large: list[Any] = []
     small: dict[Any, list[Any]] = {}
     for gradient in gradients:
-        if kind_of(gradient) == DENSE and (gradient.shape.num_elements() or LARGE) < LARGE:
+        if kind_of(gradient) == DENSE and (gradient.shape.num_elements() or many) < many:
             gradient = widen(gradient)
             rows = gradient if gradient.shape.rank else tf.reshape(gradient, [1])
             small.setdefault((gradient.dtype, *rows.shape[1:]), []).append(rows)
