@@ -51,6 +51,18 @@ def interleaved(runs: dict[Any, Callable[[], float]], rounds: int) -> dict[Any, 
     return {name: np.array(values) for name, values in times.items()}
 
 
+def with_models(
+    make: Callable[[], dict[Any, Callable[[], float]]], models: int, rounds: int
+) -> dict[Any, Any]:
+    """Return the times of every run, a row per model, a column per round.
+
+    Two models of a kind differ in speed, more than two rounds do. `make` returns runs of new
+    models; all rounds of these take turns before the next are made.
+    """
+    parts = [interleaved(make(), rounds) for _ in range(models)]
+    return {name: np.stack([part[name][WARM_UP:] for part in parts]) for name in parts[0]}
+
+
 def warm_up() -> None:
     """Let TensorFlow do what it does once in a process, so that nobody is charged for it."""
     model = SMALLEST.make_model()
@@ -62,6 +74,20 @@ def ratio(times: Any, of: Any) -> str:
     """Return the median of the ratios of each round, and their quartiles."""
     low, middle, high = np.percentile(times / of, [25, 50, 75])
     return f"{middle:.2f} ({low:.2f}–{high:.2f})"
+
+
+def relative(times: Any, of: Any) -> Any:
+    """Return, for each model, the median of the ratios of each round."""
+    return np.median(times / of, axis=1)
+
+
+def mean_ratio(times: Any, of: Any) -> str:
+    """Return the mean of `relative` over models, and its standard error."""
+    ratios = relative(times, of)
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f}"
+    error = np.std(ratios, ddof=1) / len(ratios) ** 0.5
+    return f"{np.mean(ratios):.3f} ± {error:.3f}"
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

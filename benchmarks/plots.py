@@ -33,19 +33,19 @@ COLOURS = {
 }
 
 
-def speed(medians: dict[str, dict[str, float]], path: Path) -> None:
+def speed(means: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the time per update of each candidate, relative to the limit."""
     shown = (SPLIT, WINDOW, BATCHES, ACCUMULATOR, KERAS, BY_HAND)
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
     wide = 0.8 / len(shown)
     for index, name in enumerate(shown):
-        heights = [of.get(name, 0) for of in medians.values()]
-        where = [place + (index - len(shown) / 2 + 0.5) * wide for place in range(len(medians))]
+        heights = [of.get(name, 0) for of in means.values()]
+        where = [place + (index - len(shown) / 2 + 0.5) * wide for place in range(len(means))]
         axes.bar(where, heights, wide, label=name, color=COLOURS[name])
     axes.axhline(1, color="black", linewidth=1, linestyle="--")
-    axes.text(len(medians) - 0.45, 1, "limit", ha="left", va="center", fontsize=9)
-    axes.set_xlim(-0.6, len(medians))
-    axes.set_xticks(range(len(medians)), medians, rotation=30, ha="right")
+    axes.text(len(means) - 0.45, 1, "limit", ha="left", va="center", fontsize=9)
+    axes.set_xlim(-0.6, len(means))
+    axes.set_xticks(range(len(means)), means, rotation=30, ha="right")
     axes.set_ylabel("time per update / limit")
     axes.set_title("Eight micro-batches per update: time relative to the passes alone")
     figure.legend(loc="outside lower center", ncols=3, fontsize=9)

@@ -18,12 +18,18 @@ from benchmarks.candidates import (
     LOOP_LIMIT,
     MICROBATCH,
 )
-from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
+from benchmarks.measuring import (
+    Settings,
+    mean_ratio,
+    relative,
+    table,
+    with_models,
+    write,
+)
 from benchmarks.work import WORK, Work
 
 K = 8
-MODELS = 2
-"""Models per candidate: two of a kind differ in speed."""
+MODELS = 4
 COMPILED = ("convolutional", "transformer", "wide", "tiny")
 HEADINGS = (
     "work",
@@ -39,7 +45,7 @@ def run(settings: Settings) -> None:
     """Measure, and write `speed.md` and `speed.png`."""
     pairs = [(work, jit) for work in settings.works(*WORK) for jit in (False, True)]
     rows: list[list[str]] = []
-    medians: dict[str, dict[str, float]] = {}
+    means: dict[str, dict[str, float]] = {}
     for work, jit_compile in pairs:
         if jit_compile and work.name not in COMPILED:
             continue
@@ -50,38 +56,35 @@ def run(settings: Settings) -> None:
             times = measure(work, group, jit_compile, settings.rounds)
             samples = work.updates * K * MICROBATCH
             for name, values in times.items():
-                relative, to_full = ratio(values, times[limit]), ratio(values, times[full])
+                ratios = [mean_ratio(values, times[one]) for one in (limit, full)]
                 speed = f"{samples / np.median(values):,.0f}"
                 xla = "yes" if jit_compile else "no"
-                rows.append([work.name, xla, name, relative, to_full, speed])
+                rows.append([work.name, xla, name, *ratios, speed])
                 print("  ".join(rows[-1]), flush=True)
                 label = work.name + (", XLA" if jit_compile else "")
-                middle = float(np.median(values / times[limit]))
-                medians.setdefault(label, {})[name] = middle
+                middle = float(np.mean(relative(values, times[limit])))
+                means.setdefault(label, {})[name] = middle
     notes = [
-        f"Micro-batches of {MICROBATCH}, k = {K}, Adam. Median and quartiles of the ratios of "
-        f"each round, {MODELS} models of each kind; candidates take turns. The limit makes "
-        "the same passes and one update, and adds nothing up. Samples per second change with "
-        "the machine; ratios hardly do."
+        f"Micro-batches of {MICROBATCH}, k = {K}, Adam. Mean and standard error over {MODELS} "
+        "models of each kind, of the median of the ratios of each round; candidates take "
+        "turns. The limit makes the same passes and one update, and adds nothing up. Samples "
+        "per second change with the machine; ratios hardly do."
     ]
     write(settings, "speed", "Time per update", table(HEADINGS, rows), notes)
-    plots.speed(medians, settings.results / "speed.png")
+    plots.speed(means, settings.results / "speed.png")
 
 
 def measure(
     work: Work, group: dict[str, Any], jit_compile: bool, rounds: int
 ) -> dict[str, Any]:
-    """Return the times of the candidates, round by round, with new models halfway."""
+    """Return the times of the candidates, a row per model."""
     keras.utils.set_random_seed(0)
     x, y = work.data(MICROBATCH * K * work.updates)
-    times: dict[str, Any] = dict.fromkeys(group, np.array([]))
-    for part in np.array_split(np.arange(rounds), MODELS):
-        if not len(part):
-            continue
-        runs = {
-            name: functools.partial(make(work, jit_compile).run, x, y, K)
-            for name, make in group.items()
+
+    def make() -> dict[str, Any]:
+        return {
+            name: functools.partial(one(work, jit_compile).run, x, y, K)
+            for name, one in group.items()
         }
-        for name, values in interleaved(runs, len(part)).items():
-            times[name] = np.append(times[name], values[WARM_UP:])
-    return times
+
+    return with_models(make, min(MODELS, rounds), max(1, rounds // MODELS))
