@@ -57,10 +57,17 @@ def with_models(
     """Return the times of every run, a row per model, a column per round.
 
     Two models of a kind differ in speed, more than two rounds do. `make` returns runs of new
-    models; all rounds of these take turns before the next are made.
+    models; all models take turns.
     """
-    parts = [interleaved(make(), rounds) for _ in range(models)]
-    return {name: np.stack([part[name][WARM_UP:] for part in parts]) for name in parts[0]}
+    made = [make() for _ in range(models)]
+    times = interleaved(
+        {(name, index): run for index, runs in enumerate(made) for name, run in runs.items()},
+        rounds,
+    )
+    return {
+        name: np.stack([times[name, index][WARM_UP:] for index in range(models)])
+        for name in made[0]
+    }
 
 
 def warm_up() -> None:

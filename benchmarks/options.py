@@ -42,7 +42,7 @@ def run(settings: Settings) -> None:
         x, y = work.data(MICROBATCH * K * max(work.updates, ONE_IN))
         models = MODELS_OF_TINY if work.name == "tiny" else min(MODELS, settings.rounds)
         make = functools.partial(_runs, work, x, y)
-        times = with_models(make, models, max(1, settings.rounds // MODELS))
+        times = with_models(make, models, settings.rounds)
         plain, auto = (kind(work, False).run(x, y, K) for kind in (Split, Auto))
         cells = [
             mean_ratio(times[one], times["plain"]) if one in times else "–" for one in COLUMNS

@@ -87,4 +87,4 @@ def measure(
             for name, one in group.items()
         }
 
-    return with_models(make, min(MODELS, rounds), max(1, rounds // MODELS))
+    return with_models(make, min(MODELS, rounds), rounds)

@@ -79,8 +79,8 @@ def test_too_little_is_not_yet_known():
     assert noisy.critical_batch_size is None
     assert noisy.interval is None
     assert "not yet known" in noisy.advice()
-    assert Estimate((), 0).critical_batch_size is None
-    assert "not yet known" in Estimate((), 0).advice()
+    assert Estimate().critical_batch_size is None
+    assert "not yet known" in Estimate().advice()
 
 
 @pytest.mark.parametrize(

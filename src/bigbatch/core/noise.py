@@ -46,7 +46,7 @@ def is_looked_at(seen: Any, updates: Any) -> Any:
 
 
 def noise_and_signal(mean_square: Any, square_of_mean: Any, batch: Any, count: Any) -> Any:
-    """Return S and G² of one update; numbers and tensors both go through this.
+    """Return S and G² of one update.
 
     Args:
         mean_square: Σ bᵢ/B·|gᵢ|², over the micro-batches.
@@ -76,8 +76,24 @@ class Estimate:
         updates: how many updates were looked at.
     """
 
-    average: Sequence[float]
-    updates: int
+    average: Sequence[float] = (0.0,) * MOMENTS
+    updates: int = 0
+
+    def with_update(
+        self, mean_square: float, square_of_mean: float, batch: float, count: float
+    ) -> Estimate:
+        """Return what is known after one more update; see `noise_and_signal`.
+
+        One of a single micro-batch says nothing, nor does one that is not finite.
+        """
+        if count < 2:
+            return self
+        noise, signal = noise_and_signal(mean_square, square_of_mean, batch, count)
+        if not math.isfinite(noise) or not math.isfinite(signal):
+            return self
+        new = moments(noise, signal, batch)
+        average = tuple(DECAY * old + one for old, one in zip(self.average, new))
+        return Estimate(average, self.updates + 1)
 
     @property
     def critical_batch_size(self) -> float | None:
@@ -156,8 +172,7 @@ class NoiseScaleEstimator:
     """
 
     def __init__(self) -> None:
-        self._average = [0.0] * MOMENTS
-        self._updates = 0
+        self._estimate = Estimate()
 
     def add(
         self,
@@ -182,16 +197,14 @@ class NoiseScaleEstimator:
             )
         batch = float(sum(sizes))
         mean = sum(b * float(norm) for b, norm in zip(sizes, squared_norms)) / batch
-        noise, signal = noise_and_signal(mean, squared_norm_of_mean, batch, len(sizes))
-        if math.isfinite(noise) and math.isfinite(signal):
-            new = moments(noise, signal, batch)
-            self._average = [DECAY * a + b for a, b in zip(self._average, new)]
-            self._updates += 1
+        self._estimate = self._estimate.with_update(
+            mean, squared_norm_of_mean, batch, len(sizes)
+        )
 
     @property
     def estimate(self) -> Estimate:
         """What is known so far."""
-        return Estimate(tuple(self._average), self._updates)
+        return self._estimate
 
 
 def _rounded(number: float) -> str:

@@ -56,13 +56,13 @@ class NoiseScale(Callback):
 
     def _log(self) -> float:
         self.history.append(self.estimate)
-        critical = self.critical_batch_size
+        critical = self.history[-1].critical_batch_size
         return math.nan if critical is None else critical
 
     @property
     def estimate(self) -> Estimate:
         """All that is known."""
-        return Estimate((), 0) if self._insight is None else self._insight.estimate
+        return Estimate() if self._insight is None else self._insight.estimate
 
     @property
     def critical_batch_size(self) -> float | None:

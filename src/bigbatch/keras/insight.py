@@ -7,20 +7,13 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.core.noise import (
-    DECAY,
-    MOMENTS,
-    Estimate,
-    is_looked_at,
-    moments,
-    noise_and_signal,
-)
+from bigbatch.core.noise import Estimate, is_looked_at
 from bigbatch.tf.compat import undistributed_variable
 from bigbatch.tf.values import WEIGHT_DTYPE
 
 _INSIGHT = "_bigbatch_insight"
-_KEPT = np.array([DECAY] * MOMENTS + [1.0])
-"""How much is kept of the averages, and of the number of updates they are made of."""
+_ROOM = 1024
+"""How many updates that were looked at are kept for Python: what is older hardly counts."""
 
 
 class Insight:
@@ -34,15 +27,18 @@ class Insight:
         """Whether gradients are looked at, too, by engines that are made from now on."""
         self.logs: dict[str, Callable[[], float]] = {}
         """What is added to the logs of an epoch, by name."""
+        self._estimate = Estimate()
+        self._read = 0
         with tf.init_scope(), tf.device("CPU:0"):
-            self._counts = undistributed_variable(tf.zeros([3], WEIGHT_DTYPE))
-            self._average = undistributed_variable(tf.zeros([MOMENTS + 1], WEIGHT_DTYPE))
+            # Updates, micro-batches, samples; updates that were looked at.
+            self._counts = undistributed_variable(tf.zeros([4], WEIGHT_DTYPE))
             self._looks = undistributed_variable(tf.constant(True))
+            self._seen = undistributed_variable(tf.zeros([_ROOM, 4], WEIGHT_DTYPE))
 
     @property
     def variables(self) -> list[Any]:
         """Where it is noted."""
-        return [self._counts, self._average, self._looks]
+        return [self._counts, self._looks, self._seen]
 
     def looks(self) -> Any:
         """Say, in a graph, whether the gradients of the update that comes next are looked at.
@@ -65,40 +61,50 @@ class Insight:
                 gradients it is given.
             scale: what turns the sums of squares into their mean over samples.
         """
-        looks = self.looks()
-        count = sums["microbatches"]
-        self._counts.assign_add(tf.stack([tf.ones([], WEIGHT_DTYPE), count, samples]))
+        looks, count = self.looks(), sums["microbatches"]
+        is_seen = tf.cast(False if looks is None else looks, WEIGHT_DTYPE)
+        new = tf.stack([tf.ones([], WEIGHT_DTYPE), count, samples, is_seen])
         if looks is None:
+            self._counts.assign_add(new)
             return
+        counts = self._counts.read_value() + new
+        self._counts.assign(counts)
+        updates, _, _, seen = tf.unstack(counts)
+        self._looks.assign(is_looked_at(seen, updates))
         of_parts = of_mean = tf.zeros([], WEIGHT_DTYPE)
         for (loss_scale, half), parts in zip(halves, sums["halves"]):
             by = 2 / tf.cast(loss_scale, WEIGHT_DTYPE) ** 2
             of_mean += half * by
             of_parts += parts * scale * by
-        noise, signal = noise_and_signal(of_parts, of_mean, samples, count)
-        new = tf.stack([*moments(noise, signal, samples), 1.0])
-        is_seen = looks & tf.math.is_finite(noise * signal)  # not of a single micro-batch
-        old = self._average.read_value()
-        new = tf.where(is_seen, old * _KEPT + new, old)
-        self._average.assign(new)
-        self._looks.assign(is_looked_at(new[MOMENTS], self._counts.read_value()[0]))
+        # If nobody has looked, the next update overwrites this.
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=self._seen.handle,
+            indices=tf.cast((seen - is_seen) % _ROOM, tf.int32),
+            updates=tf.stack([of_parts, of_mean, samples, count]),
+        )
 
     @property
     def counts(self) -> tuple[int, int, int]:
         """The updates, micro-batches and samples so far."""
-        updates, micro_batches, samples = self._counts.numpy()
+        updates, micro_batches, samples, _ = self._counts.numpy()
         return int(updates), int(micro_batches), int(samples)
 
     @property
     def estimate(self) -> Estimate:
         """What is known of the gradient noise scale."""
-        *average, updates = self._average.numpy().tolist()
-        return Estimate(tuple(average), int(updates))
+        seen = int(self._counts.numpy()[3])
+        if not 0 <= seen - self._read <= _ROOM:
+            self._estimate, self._read = Estimate(), max(0, seen - _ROOM)
+        for row in self._seen.numpy()[np.arange(self._read, seen) % _ROOM].tolist():
+            self._estimate = self._estimate.with_update(*row)
+        self._read = seen
+        return self._estimate
 
     def forget_noise(self) -> None:
         """Start anew."""
-        self._average.assign(np.zeros(MOMENTS + 1))
+        self._counts.assign(np.append(self._counts.numpy()[:3], 0.0))
         self._looks.assign(True)
+        self._estimate, self._read = Estimate(), 0
 
 
 def insight_of(model: Any) -> Insight | None:

@@ -293,12 +293,12 @@ class Runner:
     def _half(self, collected: Collected, gradients: list[Any]) -> Any:
         """Return half the squared norm of what `_summed` does."""
         sums = self._sums.get(id(collected.optimizer))
-        values = {} if sums is None else sums.values()
+        values, known = ([], set()) if sums is None else sums.joined_values()
         pairs = zip(collected.variables, gradients)
-        if sums is None or any(g is not None and id(v) in values for v, g in pairs):
+        if any(gradient is not None and id(variable) in known for variable, gradient in pairs):
             return half_squared_norm(self._summed(collected, gradients), self.looks())
         # The same, from fewer tensors.
-        return half_squared_norm([*sums.joined_values(), *gradients], self.looks())
+        return half_squared_norm([*values, *gradients], self.looks())
 
     def update(self, flat: list[Any]) -> dict[str, Any]:
         """Update the model from what `close` returned, summed over replicas; return logs."""

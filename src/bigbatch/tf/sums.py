@@ -139,25 +139,29 @@ class DenseSums:
             values.update(place.values())
         return values
 
-    def joined_values(self) -> list[Any]:
-        """Return this replica's sums, those that are joined as they are."""
-        return [place.sum.value() for place in self._places if place.sum.has_value]
+    def joined_values(self) -> tuple[list[Any], set[int]]:
+        """Return this replica's sums, joined as they are; the identities of their variables."""
+        places = [place for place in self._places if place.sum.has_value]
+        known = {id(variable) for place in places for variable in place.variables}
+        return [place.sum.value() for place in places], known
 
 
 class _Place:
     """One tensor for the sums of one or more variables."""
 
     def __init__(self, variables: list[Any]) -> None:
-        self._variables = variables
+        self.variables = variables
+        """Whose gradients they are."""
         self.sum = DenseSum(variables[0].shape, widened(variables[0].dtype))
+        """The tensor."""
 
     def take(self, gradients: dict[int, Any], weight: Any) -> Any:
         """Take the gradients of its variables and add them up; return what was added."""
-        own = [one for one in self._variables if id(one) in gradients]
+        own = [one for one in self.variables if id(one) in gradients]
         if not own:
             return None
         if not self.sum.is_used:  # only now it is known which variables have gradients
-            self._variables = own
+            self.variables = own
             self.sum.shape = tf.TensorShape(own[0].shape)
             if len(own) > 1:
                 self.sum.shape = tf.TensorShape([sum(self._rows), *own[0].shape[1:]])
@@ -166,7 +170,7 @@ class _Place:
             tf.cast(gradients.pop(id(one)), self.sum.dtype)
             if id(one) in gradients
             else zeros(one.shape, self.sum.dtype)
-            for one in self._variables
+            for one in self.variables
         ]
         value = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
         value = value if weight is None else value * tf.cast(weight, value.dtype)
@@ -178,12 +182,12 @@ class _Place:
         if not self.sum.has_value:
             return {}
         value = self.sum.value()
-        parts = [value] if len(self._variables) == 1 else tf.split(value, self._rows)
-        return {id(one): part for one, part in zip(self._variables, parts)}
+        parts = [value] if len(self.variables) == 1 else tf.split(value, self._rows)
+        return {id(one): part for one, part in zip(self.variables, parts)}
 
     @property
     def _rows(self) -> list[int]:
-        return [one.shape[0] for one in self._variables]
+        return [one.shape[0] for one in self.variables]
 
 
 def _place_of(variable: Any) -> Any:

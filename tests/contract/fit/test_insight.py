@@ -13,6 +13,7 @@ import bigbatch
 from bigbatch.core import noise as noise_module
 from bigbatch.core.noise import Estimate, NoiseScaleEstimator
 from bigbatch.errors import ContextError
+from bigbatch.keras import insight as insight_module
 from fit_cases import CASES, DENSE_X, MODES
 
 from problems import TOLERANCE, largest_difference
@@ -251,6 +252,41 @@ def test_after_the_first_updates_one_in_some_is_looked_at(mode, monkeypatch):
     model.fit(X, Y, **options, callbacks=[noise])
     assert noise.estimate.updates == expected.updates == 3
     np.testing.assert_allclose(noise.estimate.average, expected.average, rtol=1e-3)
+
+
+def test_what_is_noted_is_read_once_and_undone_with_the_rest(monkeypatch):
+    """Python reads what has been noted since it last did, if there was room for it."""
+    monkeypatch.setattr(insight_module, "_ROOM", 4)
+    noted = np.random.default_rng(3).uniform(1, 2, (14, 2))
+    insight, expected = insight_module.Insight(), [Estimate()]
+    insight.with_noise = True
+
+    def note(index):
+        parts, mean = tf.constant(noted[index])
+        samples, count, one = (tf.constant(number, tf.float64) for number in (8, 2, 1))
+        sums = {"microbatches": count, "halves": [parts / 2]}
+        insight.note(sums, samples, [(1.0, mean / 2)], one)
+
+    def check(estimate):
+        assert insight.estimate.updates == estimate.updates
+        # Rounding of float64: halves of squares are doubled again.
+        np.testing.assert_allclose(insight.estimate.average, estimate.average, rtol=1e-14)
+
+    for index, (parts, mean) in enumerate(noted):
+        expected.append(expected[-1].with_update(parts, mean, 8.0, 2.0))
+        note(index)
+        if index in (0, 2, 6, 7):
+            check(expected[-1])
+    last = Estimate()
+    for parts, mean in noted[-4:]:  # of six since the last time, four are there
+        last = last.with_update(parts, mean, 8.0, 2.0)
+    check(last)
+    before = [one.numpy() for one in insight.variables]
+    note(0)
+    assert insight.estimate.updates == 5
+    for variable, value in zip(insight.variables, before):  # as a trial of a size does
+        variable.assign(value)
+    check(last)
 
 
 def test_a_second_fit_without_them_does_not_log():
