@@ -29,7 +29,7 @@ from benchmarks.measuring import (
 from benchmarks.work import WORK, Work
 
 K = 8
-MODELS = 4
+MODELS = 3
 COMPILED = ("convolutional", "transformer", "wide", "tiny")
 HEADINGS = (
     "work",
