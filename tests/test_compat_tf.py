@@ -127,3 +127,11 @@ def test_per_replica_types(mirrored):
 
 def test_devices_have_a_limit():
     assert compat.memory_limits()["CPU:0"] > 0
+
+
+def test_a_compiled_function_says_so():
+    for jit_compile in (None, False, True):
+        function = tf.function(lambda: tf.constant(1.0), jit_compile=jit_compile)
+        found = compat.is_compiled(function)
+        assert found == bool(jit_compile), "adapt src/bigbatch/tf/compat.py"
+    assert not compat.is_compiled(lambda: 1.0)

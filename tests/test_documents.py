@@ -176,8 +176,8 @@ def test_the_table_of_the_readme_is_the_one_that_was_measured():
     "sections",
     [
         ["equality", "speed", "memory", "tracing"],
-        pytest.param(["growth", "options"], marks=pytest.mark.matrix),
-        pytest.param(["workers"], marks=pytest.mark.matrix),  # tests of workers run in CI, too
+        ["growth", "options"],
+        ["workers"],
     ],
     ids=lambda sections: sections[0],
 )

@@ -116,6 +116,13 @@ WAYS = {
     "graph, batch size unknown": {"jit_compile": False, "any_size": True},
     "jit": {"jit_compile": True},
     "jit, batch size unknown": {"jit_compile": True, "any_size": True},
+    "compiled loss, eager": {"compiled_loss": True},
+    "compiled loss": {"compiled_loss": True, "jit_compile": False},
+    "compiled loss, batch size unknown": {
+        "compiled_loss": True,
+        "jit_compile": False,
+        "any_size": True,
+    },
 }
 
 
@@ -141,6 +148,8 @@ def test_value_and_gradients(make_problem, form, microbatch_size, way):
         )
 
     options = dict(WAYS[way])
+    if options.pop("compiled_loss", False):
+        loss_fn = tf.function(loss_fn, jit_compile=True)
     if options:
         x, y = tf.constant(problem.x), tf.constant(problem.y)
         if options.pop("any_size", False):

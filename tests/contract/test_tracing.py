@@ -39,6 +39,23 @@ def test_value_and_gradients_traces_once_for_every_batch_size(jit_compile):
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("jit_compile", [None, True])
+def test_a_compiled_loss_is_compiled_together_with_its_gradients(jit_compile):
+    w = tf.Variable(2.0)
+    loss_fn = tf.function(lambda x: tf.reduce_mean(w * x), jit_compile=jit_compile)
+    compute = tf.function(
+        lambda x: bigbatch.value_and_gradients(loss_fn, [w], (x,), microbatch_size=2)
+    )
+    graph = compute.get_concrete_function(tf.range(6.0)).graph.as_graph_def()
+    functions = {function.signature.name: function for function in graph.library.function}
+    (loop,) = (node for node in graph.node if node.op in ("While", "StatelessWhile"))
+    calls = (
+        node for node in functions[loop.attr["body"].func.name].node_def if "f" in node.attr
+    )
+    (micro_batch,) = (functions[call.attr["f"].func.name] for call in calls)
+    assert micro_batch.attr["_XlaMustCompile"].b == bool(jit_compile)
+
+
 def test_the_graph_does_not_grow_with_the_number_of_micro_batches():
     problem = dense_problem()
     model, _ = problem.build(lambda: None)

@@ -155,7 +155,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         """
         self._window.refuse_replica_context("apply_when_full()")
         if tf.executing_eagerly():
-            return self._update_if(self._window.is_full_now())
+            return self._update_if(self._is_full_now())
         return self._update_if(self.is_full)
 
     @_unconverted
@@ -186,19 +186,27 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             arrays = dict(file)
         self._window.restore(arrays, self._length_after(arrays["updates"]))
 
+    def _is_full_now(self) -> bool:
+        """Say whether the window is full; called eagerly, often: it runs few operations."""
+        steps = self._accumulation_steps
+        length = self._window.length_now() if callable(steps) else window_length(steps, 0)
+        return is_full(self._window.micro_batches_now(), length)
+
     def _update_if(self, due: Any) -> Any:
+        is_eager = tf.executing_eagerly()
+        if is_eager and not due:
+            return False
         with outside_strategy_scope():
-            if not tf.executing_eagerly():
-                return tf.cond(due, self._traced_update, lambda: False)
-            if not due:
-                return False
+            if not is_eager:
+                return self._traced_update(due)
             self._update_now()
             return True
 
     def _update_now(self) -> None:
         """Update, eagerly, with what the window holds."""
         # A schedule that returns nonsense raises here, before anything has changed.
-        length = self._length_after(self._window.updates_now() + 1)
+        updates = self._window.updates_now() + 1 if callable(self._accumulation_steps) else 0
+        length = self._length_after(updates)
         kinds = self._window.kinds_now()
         if self._optimizer.is_traced:
             # A change of the optimizer's settings calls for a new trace.
@@ -207,16 +215,18 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             self._apply(self._graph(self._window.mean, kinds)())
         self._window.open(length, kinds)
 
-    def _traced_update(self) -> Any:
-        """Update inside the caller's graph, where what the window holds is not yet known.
+    def _traced_update(self, due: Any) -> Any:
+        """Update, if it is due, inside the caller's graph.
 
-        What was foreseen is traced. Anything else is left to Python, when the graph runs.
+        What the window holds is not yet known. What was foreseen is traced; anything else is
+        left to Python, when the graph runs.
         """
         foreseen = self._window.foreseen_kinds()
         branches = [functools.partial(self._foreseen_update, kinds) for kinds in foreseen]
         matches = [self._window.holds(kinds) for kinds in foreseen]
-        index = tf.argmax([*matches, True], output_type=tf.int32)
-        return tf.switch_case(index, [*branches, self._unforeseen_update])
+        # One choice, not one inside another: every variable has to pass through each.
+        index = tf.argmax([~due, *matches, True], output_type=tf.int32)
+        return tf.switch_case(index, [lambda: False, *branches, self._unforeseen_update])
 
     def _foreseen_update(self, kinds: tuple[int, ...]) -> Any:
         if callable(self._accumulation_steps):

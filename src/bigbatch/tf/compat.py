@@ -28,6 +28,11 @@ def under_xla() -> bool:
     )
 
 
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Say whether `function` is a `tf.function(jit_compile=True)`."""
+    return getattr(function, "_jit_compile", None) is True
+
+
 @contextlib.contextmanager
 def outside_strategy_scope() -> Iterator[None]:
     """Return a context that is outside any `strategy.scope()`, wherever the caller is.

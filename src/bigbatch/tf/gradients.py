@@ -12,7 +12,7 @@ from bigbatch.tf import replicas
 from bigbatch.tf.auto import AUTO, auto_size
 from bigbatch.tf.batch import Batch, sample_count
 from bigbatch.tf.checks import checked_loss
-from bigbatch.tf.compat import like_the_caller
+from bigbatch.tf.compat import is_compiled, like_the_caller
 from bigbatch.tf.coupled import coupled_value_and_gradients
 from bigbatch.tf.microbatches import total
 from bigbatch.tf.values import WEIGHT_DTYPE, as_gradient_of, shaped, widen
@@ -51,7 +51,9 @@ def value_and_gradients(
         loss_fn: called as `loss_fn(*micro_batch)`. Returns a scalar, the mean loss of the
             micro-batch's samples, or a pair `(sum, weight)`: the summed loss and what it
             is to be divided by (valid tokens, the sum of sample weights). A Keras loss
-            object divides by the number of replicas inside `strategy.run`: multiply by it.
+            object divides by the number of replicas inside `strategy.run`: multiply by it. If
+            it is a `tf.function(jit_compile=True)`, a micro-batch's gradients are compiled with
+            it.
         variables: what to differentiate by; any nest of variables.
         batch: tensors with one common first dimension, in any nest. A tuple or list is
             passed as arguments, anything else as one argument.
@@ -106,7 +108,9 @@ def value_and_gradients(
         batch: Any, size: Any, begin: Callable[[Any], None] = lambda _: None
     ) -> tuple[Any, Any]:
         if forward is None:
-            return _value_and_gradients(like_the_caller(loss_fn), variables, batch, size, begin)
+            jit_compile = is_compiled(loss_fn) or None
+            converted = like_the_caller(loss_fn)
+            return _value_and_gradients(converted, variables, batch, size, jit_compile, begin)
         functions = like_the_caller(forward), like_the_caller(loss_fn)
         return coupled_value_and_gradients(*functions, variables, batch, size)
 
@@ -121,6 +125,7 @@ def _value_and_gradients(
     variables: Any,
     batch: Any,
     microbatch_size: Any,
+    jit_compile: bool | None,
     begin: Callable[[Any], None],
 ) -> tuple[Any, Any]:
     many_replicas = replicas.inside_one_of_many()
@@ -145,7 +150,9 @@ def _value_and_gradients(
         loss = widen(loss)
         return loss * tf.cast(weight, loss.dtype) if is_mean else loss, weight, gradients
 
-    loss, weight, gradients = total(compute, samples, microbatch_size, begin=begin)
+    loss, weight, gradients = total(
+        compute, samples, microbatch_size, jit_compile=jit_compile, begin=begin
+    )
     if many_replicas:
         weight = replicas.sum_from_inside(weight)
     # Now weight is D summed over micro-batches and replicas; zero if everything is masked.

@@ -9,7 +9,6 @@ from typing import Any, Mapping
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.core.window import is_full
 from bigbatch.tf import replicas
 from bigbatch.tf.buffers import GradientBuffer, local_variable
 from bigbatch.tf.compat import outside_strategy_scope
@@ -85,10 +84,13 @@ class GradientWindow:
         """Return the number of micro-batches; outside `strategy.run` of the busiest replica."""
         return tf.reduce_max(self._on_each_replica(self._micro_batches), axis=0)
 
-    def is_full_now(self) -> bool:
-        """Say whether the window is full; called eagerly, often: it runs two operations."""
-        most = max(int(value) for value in self._values_now(self._micro_batches))
-        return is_full(most, int(self._values_now(self.length)[0]))
+    def micro_batches_now(self) -> int:
+        """Return the number of micro-batches of the busiest replica; called eagerly."""
+        return max(int(value) for value in self._values_now(self._micro_batches))
+
+    def length_now(self) -> int:
+        """Return how many micro-batches the window is to have; called eagerly."""
+        return int(self._values_now(self.length)[0])
 
     def updates_now(self) -> int:
         """Return the number of updates made; called eagerly."""
