@@ -24,6 +24,7 @@ SPLIT, WINDOW = "bigbatch, split", "bigbatch, window"
 KERAS = "Keras' own"
 LOOP_LIMIT, LOOP_FULL = "limit (loop)", "full batch (loop)"
 BATCHES, ACCUMULATOR = "bigbatch, value_and_gradients", "bigbatch, GradientAccumulator"
+IN_GRAPH = "bigbatch, GradientAccumulator, updates in the graph"
 BY_HAND = "loop by hand"
 
 
@@ -70,16 +71,20 @@ class Split(InFit):
 
 
 class Window(InFit):
-    """Trains with windows of k batches."""
+    """Trains with windows of k batches; replicas share the batches of a window."""
+
+    def __init__(self, work: Work, jit_compile: bool) -> None:
+        super().__init__(work, jit_compile)
+        self._replicas = tf.distribute.get_strategy().num_replicas_in_sync
 
     def _prepare(self, k: int) -> None:
         super()._prepare(k)
-        bigbatch.accumulate(self.model, accumulation_steps=k)
+        bigbatch.accumulate(self.model, accumulation_steps=k // self._replicas)
 
     def batch_size(self, k: int) -> int:
         """Return the size of the batches that are trained on."""
         del k
-        return MICROBATCH
+        return MICROBATCH * self._replicas
 
 
 class KerasOwn(Window):
@@ -244,9 +249,10 @@ class Batches(InLoop):
 
 
 class Accumulator(InLoop):
-    """`bigbatch.GradientAccumulator`, one call per micro-batch."""
+    """`bigbatch.GradientAccumulator`: a `tf.function` per micro-batch, updates outside it."""
 
     microbatches = True
+    in_graph = False
 
     def make_step(self, k: int) -> Any:
         """Return the step."""
@@ -255,11 +261,23 @@ class Accumulator(InLoop):
         )
 
         @tf.function(autograph=False)
-        def step(x: Any, y: Any) -> None:
+        def add(x: Any, y: Any) -> None:
             accumulator.accumulate(self.gradients(x, y))
-            accumulator.apply_when_full()
+            if self.in_graph:
+                accumulator.apply_when_full()
 
-        return lambda _, x, y: step(x, y)
+        def step(_: int, x: Any, y: Any) -> None:
+            add(x, y)
+            if not self.in_graph:
+                accumulator.apply_when_full()
+
+        return step
+
+
+class AccumulatorInGraph(Accumulator):
+    """The same, with the updates in the `tf.function`."""
+
+    in_graph = True
 
 
 class ByHand(InLoop):
@@ -297,6 +315,7 @@ IN_LOOPS = {
     LOOP_LIMIT: LoopLimit,
     BATCHES: Batches,
     ACCUMULATOR: Accumulator,
+    IN_GRAPH: AccumulatorInGraph,
     BY_HAND: ByHand,
 }
 

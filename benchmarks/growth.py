@@ -63,7 +63,7 @@ def run(settings: Settings) -> None:
     notes = [
         f"Micro-batches of {MICROBATCH}, Adam; ratios of times per update. Replicas: the "
         "transformer, `MirroredStrategy` on as many logical CPUs of the same cores, the same "
-        "batch."
+        f"batch, micro-batches of {MICROBATCH} on each."
     ]
     write(settings, "growth", "How time grows", lines, notes)
     plots.growth(settings.some(STEPS, 2), curves, settings.results / "growth.png")
@@ -96,7 +96,7 @@ def _with_k(work: Work, jit_compile: bool, names: tuple[str, ...], settings: Set
     keras.utils.set_random_seed(0)
     candidates = {name: {**IN_FIT, **IN_LOOPS}[name](work, jit_compile) for name in names}
     for k in settings.some(STEPS, 2):
-        updates = max(1, 16 // k) if work.name == "tiny" else max(1, 4 // k)
+        updates = max(4, 64 // k) if work.name == "tiny" else max(2, 16 // k)
         x, y = work.data(MICROBATCH * k * updates)
         runs = {
             name: functools.partial(candidate.run, x, y, k)

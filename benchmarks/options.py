@@ -14,9 +14,8 @@ from benchmarks.work import Work
 from bigbatch.core.noise import ALL_OF_FIRST, ONE_IN
 
 K = 8
-MODELS = 4
-MODELS_OF_TINY = 12
-"""Of the cheapest there are more: there it is operations that cost, and few percent."""
+MODELS = {"tiny": 12, "transformer": 4, "wide": 10, "convolutional": 10}
+"""How many of each kind; two of one kind differ by more than what is looked for."""
 COLUMNS = ("NoiseScale", "Monitor", "coupled=True")
 
 
@@ -40,9 +39,8 @@ def run(settings: Settings) -> None:
         keras.utils.set_random_seed(0)
         # As many that every round has the same part of updates that are looked at.
         x, y = work.data(MICROBATCH * K * max(work.updates, ONE_IN))
-        models = MODELS_OF_TINY if work.name == "tiny" else min(MODELS, settings.rounds)
         make = functools.partial(_runs, work, x, y)
-        times = with_models(make, models, settings.rounds)
+        times = with_models(make, MODELS.get(work.name, 1), settings.rounds)
         plain, auto = (kind(work, False).run(x, y, K) for kind in (Split, Auto))
         cells = [
             mean_ratio(times[one], times["plain"]) if one in times else "–" for one in COLUMNS
@@ -52,9 +50,10 @@ def run(settings: Settings) -> None:
     headings = ("work", *COLUMNS, "first epoch with auto")
     notes = [
         f"Split mode, micro-batches of {MICROBATCH}, k = {K}: time per update relative to the "
-        f"same without, mean and standard error over {MODELS} models each, {MODELS_OF_TINY} of "
-        f"tiny layers. `NoiseScale` has seen its first {ALL_OF_FIRST} updates and looks at one "
-        f"in {ONE_IN}. For `auto`: the first epoch, in which it tries sizes, relative to the "
+        "same without, mean and standard error over several models each ("
+        + ", ".join(f"{name}: {count}" for name, count in MODELS.items())
+        + f"). `NoiseScale` has seen its first {ALL_OF_FIRST} updates and looks at one in "
+        f"{ONE_IN}. For `auto`: the first epoch, in which it tries sizes, relative to the "
         "first epoch of a fixed size; both trace."
     ]
     write(settings, "options", "What options cost", table(headings, rows), notes)

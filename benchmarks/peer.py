@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.measuring import Settings, ratio, table, write
+from benchmarks.measuring import Settings, mean_ratio, table, write
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = ROOT / "build" / "peer"
@@ -61,20 +61,23 @@ def run(settings: Settings) -> None:
         [python, str(Path(__file__).with_name("old_stack.py")), str(settings.rounds)],
         stdout=subprocess.PIPE,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "src")))},
     )
-    measured = json.loads(found.stdout.splitlines()[-1])
     rows = []
-    for work, times in measured["times"].items():
-        rows.append([work, ratio(*map(np.array, times)) if times else measured["errors"][work]])
+    for work, times in json.loads(found.stdout.splitlines()[-1]).items():
+        if isinstance(times, str):
+            rows.append([work, *[times] * 3])
+        else:
+            full, *others = (np.array(values) for values in times.values())
+            rows.append([work, *(mean_ratio(values, full) for values in others)])
         print("  ".join(rows[-1]), flush=True)
     notes = [
-        f"{', '.join(PACKAGES)}: `GradientAccumulateModel`, k = 8, micro-batches of 16, "
-        "relative to the full batch *of that stack*: compare with the column *to the full "
-        "batch* of [speed.md](speed.md)."
+        f"{', '.join(PACKAGES)}: `GradientAccumulateModel` and bigbatch in `fit`, k = 8, "
+        "micro-batches of 16, time per update relative to the full batch of that stack. Mean "
+        "and standard error over three models; all take turns."
     ]
-    lines = table(("work", "time per update, to the full batch"), rows)
-    write(settings, "peer", "gradient-accumulator", lines, notes)
+    headings = ("work", "gradient-accumulator", "bigbatch, window", "bigbatch, split")
+    write(settings, "peer", "gradient-accumulator", table(headings, rows), notes)
 
 
 def main() -> int:

@@ -43,7 +43,8 @@ def speed(means: dict[str, dict[str, float]], path: Path) -> None:
         where = [place + (index - len(shown) / 2 + 0.5) * wide for place in range(len(means))]
         axes.bar(where, heights, wide, label=name, color=COLOURS[name])
     axes.axhline(1, color="black", linewidth=1, linestyle="--")
-    axes.text(len(means) - 0.45, 1, "limit", ha="left", va="center", fontsize=9)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    axes.text(len(means) - 0.5, 1, "limit", va="center", fontsize=9, bbox=box)
     axes.set_xlim(-0.6, len(means))
     axes.set_xticks(range(len(means)), means, rotation=30, ha="right")
     axes.set_ylabel("time per update / limit")
