@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
-import multiprocessing
 from typing import Any
 
 import keras
@@ -27,11 +25,21 @@ from benchmarks.candidates import (
     SPLIT,
     WINDOW,
 )
-from benchmarks.measuring import WARM_UP, Settings, interleaved, ratio, table, write
-from benchmarks.work import SMALLEST, WORK, Work, tiny, wide
+from benchmarks.measuring import (
+    REPLICAS,
+    WARM_UP,
+    Settings,
+    in_new_process,
+    interleaved,
+    mirrored,
+    ratio,
+    table,
+    write,
+)
+from benchmarks.speed import COMPILED
+from benchmarks.work import DEEP, WIDE, Work
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
-REPLICAS = (2, 4)
 FIT = (LIMIT, FULL_BATCH, SPLIT, WINDOW, KERAS)
 LOOPS = (LOOP_LIMIT, LOOP_FULL, BATCHES, ACCUMULATOR, BY_HAND)
 
@@ -39,34 +47,31 @@ LOOPS = (LOOP_LIMIT, LOOP_FULL, BATCHES, ACCUMULATOR, BY_HAND)
 def run(settings: Settings) -> None:
     """Measure, and write `growth.md` and `growth.png`."""
     settings = dataclasses.replace(settings, rounds=min(settings.rounds, 3))
-    every = settings.works("tiny", "wide", "transformer", "convolutional")
+    works = settings.works("tiny", "wide", "transformer", "convolutional", "embedding")
     lines, curves = ["## With k, in `fit`", ""], {}
-    lines += _steps(
-        [(work, jit) for work in every for jit in (False, True)], FIT, settings, curves
-    )
+    lines += _steps(_pairs(works), FIT, settings, curves)
     lines += ["", "## With k, in loops", ""]
-    lines += _steps([(work, False) for work in every[:2]], LOOPS, settings, {})
+    lines += _steps(_pairs(works[:2]), LOOPS, settings, {})
     lines += ["", "## With the number of variables", ""]
-    makers = {
-        2 * (layers + 1): Work(functools.partial(tiny, layers)) for layers in (4, 49, 499)
-    }
-    lines += _sizes("variables", settings.some(makers.items()), settings)
+    lines += _sizes("variables", settings.some(DEEP.items()), settings)
     lines += ["", "## With the bytes of the variables", ""]
-    widths = settings.some((256, 1024, 4096))
-    makers = {
-        f"{4 * (width * (512 + width)) / 2**20:.0f} MiB": Work(functools.partial(wide, width))
-        for width in widths
-    }
-    lines += _sizes("parameters", makers.items(), settings)
+    lines += _sizes("parameters", settings.some(WIDE.items()), settings)
     lines += ["", "## With replicas", ""]
     lines += _replicas(settings)
     notes = [
         f"Micro-batches of {MICROBATCH}, Adam; ratios of times per update. Replicas: the "
         "transformer, `MirroredStrategy` on as many logical CPUs of the same cores, the same "
-        f"batch, micro-batches of {MICROBATCH} on each."
+        f"batch, micro-batches of {MICROBATCH} on each. What is missing here is in "
+        "[speed.md](speed.md) for k = 8: loops of other work, mixed bfloat16."
     ]
     write(settings, "growth", "How time grows", lines, notes)
     plots.growth(settings.some(STEPS, 2), curves, settings.results / "growth.png")
+
+
+def _pairs(works: list[Work]) -> list[tuple[Work, bool]]:
+    """Return work as it is, and what of it XLA compiles."""
+    as_it_is = [(work, False) for work in works]
+    return as_it_is + [(work, True) for work in works if work.name in COMPILED]
 
 
 def _steps(
@@ -108,27 +113,18 @@ def _with_k(work: Work, jit_compile: bool, names: tuple[str, ...], settings: Set
 
 def _replicas(settings: Settings) -> list[str]:
     """Return a table for `MirroredStrategy` on logical CPUs, which share the same cores."""
-    spawned = multiprocessing.get_context("spawn")  # devices are made before TensorFlow starts
     rows = []
     for count in settings.some(REPLICAS):
-        with concurrent.futures.ProcessPoolExecutor(1, spawned) as pool:
-            times = pool.submit(_on_replicas, count, settings).result()
+        times = in_new_process(_on_replicas, count, settings)
         rows.append([count, *(ratio(times[one], times[FULL_BATCH]) for one in (SPLIT, WINDOW))])
         print("  ".join(map(str, rows[-1])), flush=True)
     return table(("replicas", "split, to the full batch on them", "window"), rows)
 
 
 def _on_replicas(count: int, settings: Settings) -> dict[str, Any]:
-    import tensorflow as tf
-
-    (device,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(
-        device, [tf.config.LogicalDeviceConfiguration()] * count
-    )
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
-    work = SMALLEST if settings.is_smoke else WORK["transformer"]
-    x, y = work.data(MICROBATCH * 8 * 2)
-    with strategy.scope():
+    (work,) = settings.works("transformer")
+    with mirrored(count).scope():
+        x, y = work.data(MICROBATCH * 8 * 2)
         runs = {
             name: functools.partial(IN_FIT[name](work, False).run, x, y, 8)
             for name in (FULL_BATCH, SPLIT, WINDOW)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import importlib.metadata
+import multiprocessing
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -35,6 +37,7 @@ class Settings:
 
 
 WARM_UP = 2
+REPLICAS = (2, 4)
 NOT_MEASURED = "Not measured: GPUs, TPUs, machines with more than the cores named above."
 
 
@@ -77,6 +80,24 @@ def warm_up() -> None:
     model.fit(*SMALLEST.data(16), verbose=0)
 
 
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a process in which TensorFlow has not started."""
+    spawned = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawned) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def mirrored(count: int) -> Any:
+    """Return a `MirroredStrategy` on logical CPUs, made before TensorFlow starts."""
+    import tensorflow as tf
+
+    (device,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(
+        device, [tf.config.LogicalDeviceConfiguration()] * count
+    )
+    return tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(count)])
+
+
 def ratio(times: Any, of: Any) -> str:
     """Return the median of the ratios of each round, and their quartiles."""
     low, middle, high = np.percentile(times / of, [25, 50, 75])
@@ -98,15 +119,18 @@ def mean_ratio(times: Any, of: Any) -> str:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Return the most bytes that a third run takes beyond those before it."""
+    """Return the most bytes that a run takes beyond those before it, the median of three."""
     import tensorflow as tf
 
-    for _ in range(2):
+    for _ in range(WARM_UP):
         run()
-    tf.config.experimental.reset_memory_stats("CPU:0")
-    before = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    run()
-    return tf.config.experimental.get_memory_info("CPU:0")["peak"] - before
+    peaks = []
+    for _ in range(3):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        run()
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    return int(np.median(peaks))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

@@ -56,16 +56,18 @@ def speed(means: dict[str, dict[str, float]], path: Path) -> None:
 
 def growth(steps: Sequence[int], curves: dict[str, dict[str, list[float]]], path: Path) -> None:
     """Draw how time per update, relative to the limit, changes with k."""
+    rows, columns = -(-len(curves) // 3), min(3, len(curves))
     figure, every = plt.subplots(
-        1, len(curves), figsize=(3 * len(curves) + 1, 3.2), layout="constrained", squeeze=False
+        rows, columns, figsize=(3.4 * columns, 3 * rows), layout="constrained", squeeze=False
     )
-    for axes, (work, of) in zip(every[0], curves.items()):
+    for axes, (work, of) in zip(every.flat, curves.items()):
         for name in (SPLIT, WINDOW, KERAS):
             axes.plot(steps, of[name], "o-", color=COLOURS[name], label=name)
         _over_k(axes, steps, work)
         axes.axhline(1, color="black", linewidth=1, linestyle="--", label=LIMIT)
         axes.set_ylim(bottom=0)
-    every[0][0].set_ylabel("time per update / limit")
+    for axes in every[:, 0]:
+        axes.set_ylabel("time per update / limit")
     every[0][0].legend(fontsize=8)
     _save(figure, path)
 

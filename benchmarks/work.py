@@ -5,6 +5,7 @@ Only names that Keras 2 and 3 share: `peer.py` runs it on an old stack, too.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -131,6 +132,15 @@ WORK = {
     )
 }
 
+
+DEEP = {2 * (layers + 1): Work(functools.partial(tiny, layers)) for layers in (4, 49, 499)}
+"""Nets by the number of their variables."""
+
+WIDE = {
+    f"{4 * width * (512 + width) / 2**20:.0f} MiB": Work(functools.partial(wide, width))
+    for width in (256, 1024, 4096)
+}
+"""Nets by the bytes of their variables."""
 
 SMALLEST = Work(smallest, updates=1)
 """What the benchmarks are tried out on."""
