@@ -51,7 +51,7 @@ def run(settings: Settings) -> None:
     lines, curves = ["## With k, in `fit`", ""], {}
     lines += _steps(_pairs(works), FIT, settings, curves)
     lines += ["", "## With k, in loops", ""]
-    lines += _steps(_pairs(works[:2]), LOOPS, settings, {})
+    lines += _steps([(work, False) for work in works[:2]], LOOPS, settings, {})
     lines += ["", "## With the number of variables", ""]
     lines += _sizes("variables", settings.some(DEEP.items()), settings)
     lines += ["", "## With the bytes of the variables", ""]
@@ -62,7 +62,7 @@ def run(settings: Settings) -> None:
         f"Micro-batches of {MICROBATCH}, Adam; ratios of times per update. Replicas: the "
         "transformer, `MirroredStrategy` on as many logical CPUs of the same cores, the same "
         f"batch, micro-batches of {MICROBATCH} on each. What is missing here is in "
-        "[speed.md](speed.md) for k = 8: loops of other work, mixed bfloat16."
+        "[speed.md](speed.md) for k = 8: loops of other work and with XLA, mixed bfloat16."
     ]
     write(settings, "growth", "How time grows", lines, notes)
     plots.growth(settings.some(STEPS, 2), curves, settings.results / "growth.png")

@@ -29,7 +29,6 @@ from benchmarks.measuring import (
 from benchmarks.work import WORK, Work
 
 K = 8
-MODELS = 3
 COMPILED = ("convolutional", "transformer", "wide", "tiny")
 HEADINGS = (
     "work",
@@ -65,10 +64,10 @@ def run(settings: Settings) -> None:
                 middle = float(np.mean(relative(values, times[limit])))
                 means.setdefault(label, {})[name] = middle
     notes = [
-        f"Micro-batches of {MICROBATCH}, k = {K}, Adam. Mean and standard error over {MODELS} "
-        "models of each kind, of the median of the ratios of each round; candidates take "
-        "turns. The limit makes the same passes and one update, and adds nothing up. Samples "
-        "per second change with the machine; ratios hardly do."
+        f"Micro-batches of {MICROBATCH}, k = {K}, Adam. Mean and standard error over three "
+        "models of each kind (embedding: two), of the median of the ratios of each round; "
+        "candidates take turns. The limit makes the same passes and one update, and adds "
+        "nothing up. Samples per second change with the machine; ratios hardly do."
     ]
     write(settings, "speed", "Time per update", table(HEADINGS, rows), notes)
     plots.speed(means, settings.results / "speed.png")
@@ -87,4 +86,4 @@ def measure(
             for name, one in group.items()
         }
 
-    return with_models(make, min(MODELS, rounds), rounds)
+    return with_models(make, min(work.models, rounds), rounds)

@@ -99,6 +99,8 @@ class Work:
     """How many different tokens inputs are drawn from; 0: they are no tokens."""
     updates: int = 3
     """How many updates are timed at once."""
+    models: int = 3
+    """How many models of each kind of training are compared."""
     peer: bool = True
     """Whether the old stack can run it."""
 
@@ -127,7 +129,7 @@ WORK = {
         Work(transformer, VOCABULARY),
         Work(wide),
         Work(tiny, updates=48),
-        Work(embedding, ROWS_TOUCHED, peer=False),
+        Work(embedding, ROWS_TOUCHED, models=2, peer=False),  # large: half a gigabyte each
         Work(mixed_bfloat16, VOCABULARY, peer=False),
     )
 }
