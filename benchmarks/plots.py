@@ -66,6 +66,8 @@ def growth(steps: Sequence[int], curves: dict[str, dict[str, list[float]]], path
         _over_k(axes, steps, work)
         axes.axhline(1, color="black", linewidth=1, linestyle="--", label=LIMIT)
         axes.set_ylim(bottom=0)
+    for axes in every.flat[len(curves) :]:
+        axes.remove()
     for axes in every[:, 0]:
         axes.set_ylabel("time per update / limit")
     every[0][0].legend(fontsize=8)
