@@ -143,10 +143,13 @@ def passes(loss_fn: Any, model: Any, data: Any, jit_compile: bool) -> tuple[Any,
 
     first = part(0)  # which says what a pass returns: tensors, and rows of sparse gradients
     flat = functools.partial(tf.nest.flatten, expand_composites=True)
+    # There is memory for one pass at a time: the second must not run beside the first.
+    with tf.control_dependencies(flat(first)):
+        second = tf.identity(1)
     *_, last = tf.while_loop(
         lambda index, _: index < tf.shape(data[0])[0] // MICROBATCH,
         lambda index, _: (index + 1, flat(part(index))),
-        (tf.constant(1), flat(first)),
+        (second, flat(first)),
         parallel_iterations=1,
     )
     return tf.nest.pack_sequence_as(first, last, expand_composites=True)
