@@ -49,6 +49,10 @@ class InFit:
         """Return the size of the batches that are trained on."""
         return MICROBATCH * k
 
+    def kept(self) -> list[Any]:
+        """Return the sums that are kept from one update to the next."""
+        return []
+
     def run(self, x: Any, y: Any, k: int) -> float:
         """Train for one epoch."""
         if k != self._k:
@@ -94,6 +98,10 @@ class KerasOwn(Window):
         steps = k if k > 1 else None  # Keras does not take 1
         optimizer = _optimizer(gradient_accumulation_steps=steps)
         self.model.compile(optimizer, loss(), jit_compile=self._jit_compile)
+
+    def kept(self) -> list[Any]:
+        """Return the sums that are kept from one update to the next."""
+        return [v for v in self.model.optimizer.variables if "accumulator" in v.name]
 
 
 class Limit(InFit):
@@ -177,6 +185,10 @@ class InLoop:
     def batch_size(self, k: int) -> int:
         """Return the size of the batches that are trained on."""
         return MICROBATCH if self.microbatches else MICROBATCH * k
+
+    def kept(self) -> list[Any]:
+        """Return the sums that are kept from one update to the next."""
+        return []
 
     def run(self, x: Any, y: Any, k: int) -> float:
         """Train for one epoch."""
@@ -288,10 +300,20 @@ class ByHand(InLoop):
 
     microbatches = True
 
+    def __init__(self, work: Work, jit_compile: bool) -> None:
+        super().__init__(work, jit_compile)
+        self._sums = [
+            tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
+            for variable in self.model.trainable_variables
+        ]
+
+    def kept(self) -> list[Any]:
+        """Return the sums that are kept from one update to the next."""
+        return self._sums
+
     def make_step(self, k: int) -> Any:
         """Return the step."""
-        variables = self.model.trainable_variables
-        sums = [tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in variables]
+        sums = self._sums
 
         @tf.function(autograph=False)
         def add(x: Any, y: Any) -> None:

@@ -1,7 +1,7 @@
 """Run in a process of its own: prints as JSON the allocator bytes that accumulation takes.
 
-One thread runs the operations: in a loop the peak is the same to the byte in every run, in `fit`
-but for one activation, that is there or not yet when another goes.
+One thread runs the operations: in a loop the peak is the same to the byte in every run, in
+`fit` but for one activation, that is there or not yet when another goes.
 """
 
 from __future__ import annotations
