@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all matrix check figures bench bench-smoke docs fuzz format clean
+.PHONY: demo test test-all matrix upstream check figures bench bench-smoke docs fuzz format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -20,6 +20,11 @@ ROWS ?=
 matrix: .venv/installed ## the contract tests on every supported TensorFlow; ROWS="tf2.10 tf2.15" for some
 	@echo "== Matrix"
 	@$(BIN)/python tests/matrix.py $(ROWS)
+
+SUITES ?=
+upstream: build/upstream/installed ## tests and programs of others, accumulated; SUITES="trainers programs" for some
+	@echo "== Upstream"
+	@cd tests && ../build/upstream/bin/python -m upstream $(SUITES)
 
 check: .venv/installed ## what CI runs: format, lint, types, tests
 	@echo "== Format"
@@ -60,4 +65,12 @@ clean: ## remove the virtual environment and what tools leave behind
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@# By itself: it asks for a second TensorFlow next to tensorflow-cpu.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps tf_keras
+	@touch $@
+
+UPSTREAM := build/upstream/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+build/upstream/installed: pyproject.toml constraints.txt tests/upstream/requirements.txt tests/upstream/requirements-no-deps.txt
+	@echo "== Setting up build/upstream with the libraries of other people (a few minutes)"
+	@$(PYTHON) -m venv --clear build/upstream
+	@$(UPSTREAM) -r tests/upstream/requirements.txt -e .
+	@$(UPSTREAM) --no-deps -r tests/upstream/requirements-no-deps.txt
 	@touch $@

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import zlib
 from collections.abc import Iterator
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -29,6 +28,8 @@ def silence() -> Iterator[None]:
 with silence():
     import tensorflow as tf
 
+    import sampling
+
     from stack import IS_KERAS_3, keras
 
     tf.config.set_logical_device_configuration(
@@ -37,6 +38,17 @@ with silence():
 tf.get_logger().setLevel("ERROR")
 
 collect_ignore_glob = ["workers/*", "*_probe.py"]  # programs that tests run in other processes
+
+
+def pytest_configure() -> None:
+    """Fix the sample of cases here: processes that pytest-xdist starts get the environment."""
+    os.environ[sampling.VARIABLE] = str(sampling.rotation())
+
+
+def pytest_report_header() -> str:
+    """Say how to run the same sample of cases again."""
+    number = sampling.rotation()
+    return f"sample of cases: {number}; again with {sampling.VARIABLE}={number} make test"
 
 
 @pytest.fixture(scope="session")
@@ -76,10 +88,11 @@ def _forget() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests first: they wait a lot, and none is left when everything else is done.
 
-    Of tests with many cases some are for the matrix: always the same, by their names.
+    Of tests with many cases most are left to the matrix, others on every day.
     """
+    number = sampling.rotation()
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         sampled = item.get_closest_marker("sampled")
-        if sampled and zlib.crc32(item.name.encode()) % sampled.args[0]:
+        if sampled and not sampling.is_chosen(item.name, sampled.args[0], number):
             item.add_marker(pytest.mark.matrix)

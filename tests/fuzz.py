@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import bigbatch
+from comparison import paired
 
 layers = keras.layers
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
@@ -256,7 +257,7 @@ def check(number: int, strategy: Any = None) -> None:
             for part in range(PARTS[options["run"]]):
                 case = Case(number, part)
                 for variables in (_state(full), _state(model)):
-                    for variable, value in zip(variables, start):
+                    for variable, value in paired(variables, start):
                         variable.assign(value)
                 expected = case.fit(full, case.options["update"])
                 found = case.fit(model, case.options["batch"])
@@ -274,7 +275,7 @@ def _compare_training(case: Case, found: tuple[Any, Any], expected: tuple[Any, A
     tolerance = TOLERANCE[case.options["dtype"]]
     updates = [int(model.optimizer.iterations.numpy()) for model, _ in (found, expected)]
     assert updates[0] == updates[1], case
-    for one, two in zip(found[0].get_weights(), expected[0].get_weights()):
+    for one, two in paired(found[0].get_weights(), expected[0].get_weights()):
         np.testing.assert_allclose(one, two, rtol=0, atol=tolerance, err_msg=str(case))
     assert found[1].keys() == expected[1].keys(), case
     for name, values in expected[1].items():
@@ -366,7 +367,7 @@ def check_loop(number: int) -> None:
 
 
 def _compare(found: list[Any], expected: list[Any], tolerance: float, number: int) -> None:
-    for one, two in zip(found, expected):
+    for one, two in paired(found, expected):
         assert type(one) is type(two), number  # rows stay rows, None stays None
         if two is not None:
             one, two = tf.convert_to_tensor(one), tf.convert_to_tensor(two)

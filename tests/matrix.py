@@ -1,7 +1,8 @@
 """The contract tests on every supported TensorFlow, each in an environment of its own.
 
 `make matrix` runs all rows, `make matrix ROWS="tf2.10 tf2.15"` some. Environments are kept in
-`build/matrix`. What passed is written to `tests/matrix.json`, and from there to the README.
+`build/matrix`. What passed, and on which commit, is written to `tests/matrix.json`, and from
+there to the README.
 """
 
 from __future__ import annotations
@@ -151,6 +152,21 @@ def passed(row: Row, python: str, paths: tuple[str, ...]) -> bool:
     return run(*command, *paths, BIGBATCH_KERAS=row.keras, TF_CPP_MIN_LOG_LEVEL="3") == 0
 
 
+def git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def current_commit() -> str:
+    """Return the commit that is checked out, and whether files differ from it.
+
+    The results of other rows do not count: they are written while the matrix runs.
+    """
+    written = [f":!{path.relative_to(ROOT)}" for path in (RESULTS, README)]
+    is_changed = bool(git("status", "--porcelain", "--", ".", *written).strip())
+    return git("rev-parse", "HEAD")[:7] + ("+changes" if is_changed else "")
+
+
 def build_wheel() -> Path:
     target = HOME / "wheel"
     shutil.rmtree(target, ignore_errors=True)
@@ -160,7 +176,7 @@ def build_wheel() -> Path:
     return wheel
 
 
-def run_row(row: Row, wheel: Path) -> tuple[str, dict[str, Any] | None]:
+def run_row(row: Row, wheel: Path, commit: str) -> tuple[str, dict[str, Any] | None]:
     """Return how a row ended, and what there is to note of it."""
     interpreter = find_python(row.python)
     if interpreter is None:
@@ -171,6 +187,7 @@ def run_row(row: Row, wheel: Path) -> tuple[str, dict[str, Any] | None]:
     outcome: dict[str, Any] = versions_of(row, python)
     for name, paths in (("loops", row.loops), ("fit", row.fit)):
         outcome[name] = passed(row, python, paths) if paths else None
+    outcome["commit"] = commit
     failed = [name for name in ("loops", "fit") if outcome[name] is False]
     return f"FAILED: {' and '.join(failed)}" if failed else "passed", outcome
 
@@ -179,15 +196,15 @@ def table(results: dict[str, Any]) -> str:
     """Return the table of supported versions."""
     cells = {True: "yes", False: "**fails**", None: "no"}
     lines = [
-        "| Python | TensorFlow | Keras | custom loops | `fit` |",
-        "|---|---|---|---|---|",
+        "| Python | TensorFlow | Keras | custom loops | `fit` | commit |",
+        "|---|---|---|---|---|---|",
     ]
     for row in ROWS:
         noted = results.get(row.name)
         if noted is not None:
             versions = [noted[name] for name in ("python", "tensorflow", "keras")]
             marks = [cells[noted[name]] for name in ("loops", "fit")]
-            lines.append(f"| {' | '.join([*versions, *marks])} |")
+            lines.append(f"| {' | '.join([*versions, *marks, noted['commit']])} |")
     return "\n".join(lines)
 
 
@@ -202,12 +219,12 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"No such row: {', '.join(unknown)}. There are {[row.name for row in ROWS]}.")
         return 2
-    wheel = build_wheel()
+    wheel, commit = build_wheel(), current_commit()
     ends = {}
     for row in ROWS:
         if names and row.name not in names:
             continue
-        ends[row.name], outcome = run_row(row, wheel)
+        ends[row.name], outcome = run_row(row, wheel, commit)
         print(f"== {row.name}: {ends[row.name]}", flush=True)
         if outcome is not None:
             noted = {**json.loads(RESULTS.read_text()), row.name: outcome}

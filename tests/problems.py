@@ -9,6 +9,7 @@ from typing import Any, Callable
 import numpy as np
 import tensorflow as tf
 
+import comparison
 from bigbatch.core.versions import version_of
 
 from stack import HAS_LEGACY, IS_KERAS_3, VERSION, keras, new_optimizers
@@ -164,9 +165,8 @@ def train_full_batch(
 
 
 def largest_difference(model: Any, other: Any) -> float:
-    """Return the largest difference between any two weights of two models."""
-    pairs = zip(model.get_weights(), other.get_weights())
-    return max(float(np.max(np.abs(one - two))) for one, two in pairs)
+    """Return the largest difference between the weights of two models: NaN if there is one."""
+    return comparison.largest_difference(model.get_weights(), other.get_weights())
 
 
 def cut(problem: Problem, sizes: list[int]) -> list[tuple[Any, Any]]:

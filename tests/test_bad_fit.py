@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import bigbatch
 from bigbatch.errors import ArgumentError, ContextError
+from comparison import paired
 from fit_cases import DENSE_X, DENSE_Y, dense
 
 from stack import keras
@@ -106,19 +107,26 @@ def test_a_train_step_that_applies_twice_or_never(kind, text, setting):
     before = model.get_weights()
     with pytest.raises(ContextError, match=text):
         model.fit(DENSE_X, DENSE_Y, batch_size=9, verbose=0)
-    assert all(np.array_equal(*pair) for pair in zip(before, model.get_weights()))
+    assert all(np.array_equal(*pair) for pair in paired(before, model.get_weights()))
     assert "apply" not in vars(model.optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_model_without_trainable_weights(setting):
-    model = dense()
-    model.trainable = False
-    model.compile("sgd", "mse")
-    bigbatch.accumulate(model, **setting)
-    with pytest.raises(ContextError, match="without trainable weights"):
-        model.fit(DENSE_X, DENSE_Y, batch_size=9, verbose=0)
+def test_a_model_without_trainable_weights_is_warned_of_as_by_keras(setting):
+    """There is nothing to train, but there are losses and metrics to log."""
+    logged = []
+    for prepare in (lambda model: None, lambda model: bigbatch.accumulate(model, **setting)):
+        model = dense()
+        model.trainable = False
+        model.set_weights([np.ones_like(weight) for weight in model.get_weights()])
+        model.compile("sgd", "mse", metrics=["mae"])
+        prepare(model)
+        with pytest.warns(UserWarning, match="does not have any trainable weights"):
+            history = model.fit(DENSE_X, DENSE_Y, batch_size=9, shuffle=False, verbose=0)
+        assert all(np.all(weight == 1) for weight in model.get_weights())
+        logged.append(history.history)
+    for name, values in logged[0].items():
+        np.testing.assert_allclose(logged[1][name], values, rtol=1e-5)
 
 
 def test_a_schedule_that_goes_wrong_later_leaves_the_last_update():

@@ -11,7 +11,10 @@ import tensorflow as tf
 
 import bigbatch
 from bigbatch.keras import compat, keras2
+from comparison import check_same
+from fit_cases import MODES, Case
 
+from problems import TOLERANCE
 from stack import IS_KERAS_3, keras
 
 if IS_KERAS_3:
@@ -136,33 +139,29 @@ def test_the_state_of_a_loss_scale():
     assert float(optimizer.loss_scale) in [float(variable) for variable in variables], ADAPT
 
 
-@pytest.mark.parametrize(
-    "setting", [{"microbatch_size": 8}, {"accumulation_steps": 3}], ids=str
-)
-def test_fit_equals_the_full_batch(setting):
+@pytest.mark.parametrize("mode", MODES)
+def test_fit_equals_the_full_batch(mode):
     rng = np.random.default_rng(0)
     x = rng.integers(0, 5, (50, 6))
     x[20:30] = 0  # micro-batches of which everything is masked
     y, weights = rng.normal(size=(50, 6, 2)), rng.random((50, 6))
 
-    def train(size, **setting):
-        keras.utils.set_random_seed(0)
+    def make():
+        keras.utils.set_random_seed(3)  # that of this Keras
         layers = [keras.layers.Embedding(5, 4, mask_zero=True), keras.layers.Dense(2)]
-        model = keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
-        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.1)
-        model.compile(optimizer, "mse", metrics=["mae"])
-        if setting:
-            bigbatch.accumulate(model, **setting)
-        options = {"epochs": 2, "shuffle": False, "verbose": 0, "sample_weight": weights}
-        # Keras 2 says NaN of a batch where all is masked.
-        options["validation_batch_size"] = 50
-        history = model.fit(x, y, batch_size=size, validation_data=(x, y), **options)
-        return model, history.history
+        return keras.Sequential([keras.Input((6,), dtype="int32"), *layers])
 
-    expected, expected_history = train(21)
-    model, history = train(21 if "microbatch_size" in setting else 7, **setting)
-    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations) == 6
-    for one, other in zip(model.get_weights(), expected.get_weights()):
-        np.testing.assert_allclose(one, other, rtol=0, atol=5e-6)
-    for name, values in expected_history.items():
-        np.testing.assert_allclose(history[name], values, rtol=5e-6)
+    case = Case(
+        make,
+        x,
+        y,
+        optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+        compile={"metrics": ["mae"]},
+        # Keras 2 says NaN of a batch where all is masked.
+        fit={
+            "sample_weight": weights,
+            "validation_data": (x, y),
+            "validation_batch_size": 50,
+        },
+    )
+    check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])

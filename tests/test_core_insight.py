@@ -54,6 +54,7 @@ def test_the_formula_for_equal_micro_batches_would_be_biased():
     def for_equal_sizes(norms, norm_of_mean):
         return noise_and_signal(norms.mean(), norm_of_mean, SIZES.sum(), len(SIZES))
 
+    check_is_unbiased(unbiased)
     with pytest.raises(AssertionError):
         check_is_unbiased(for_equal_sizes)
 

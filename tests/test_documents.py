@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from comparison import paired
+
 from workers.cluster import run_workers
 
 ROOT = Path(__file__).parent.parent
@@ -99,7 +101,7 @@ def test_code_in_documents_runs_and_prints_what_they_say(paths, tmp_path):
         programs.append(str(tmp_path / f"{path.stem}.py"))
         Path(programs[-1]).write_text(program(path))
     output = run("-c", ONE_BY_ONE, *programs)
-    for path, name in zip(paths, programs):
+    for path, name in paired(paths, programs):
         printed = output.split(f"{name}\n")[1].split("\ndone\n")[0]
         lines = re.findall(r"^bigbatch: .*$", path.read_text(), re.MULTILINE)
         assert lines or path.name != "README.md"
@@ -144,7 +146,9 @@ def test_no_code_is_left_out():
     "opening", ["```py", "``` python", "```pycon", "~~~python", "- ```python", "```{.python}"]
 )
 def test_code_that_is_left_out_is_found(opening):
-    text = f"```python\nx = 1\n```\n\n{opening}\nx = 2\n{opening[:3]}\n"
+    text = "```python\nx = 1\n```\n"
+    assert len(openings(text)) == len(blocks(text)) == 1
+    text += f"\n{opening}\nx = 2\n{opening[:3]}\n"
     assert len(openings(text)) > len(blocks(text))
 
 

@@ -14,6 +14,7 @@ from bigbatch.errors import ArgumentError, BigbatchError, ContextError
 from bigbatch.tf import eager1, v1_optimizers
 from bigbatch.tf.eager1 import GradientAccumulator
 from bigbatch.tf.values import as_gradient_of
+from comparison import paired
 
 IS_ONE = tf.__version__.startswith("1.")
 if IS_ONE:
@@ -67,7 +68,7 @@ def train_full_batch(optimizer, updates=UPDATES):
 
 
 def check_same(variables, expected):
-    for one, other in zip(variables, expected):
+    for one, other in paired(variables, expected):
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=0, atol=TOLERANCE)
 
 
@@ -83,7 +84,7 @@ def test_equals_the_full_batch(name, partition):
     )
     for _ in range(UPDATES):
         updated = []
-        for rows, size in zip(parts(sizes), sizes):
+        for rows, size in paired(parts(sizes), sizes):
             accumulator.accumulate(gradients_of(variables, rows), weight=size)
             updated.append(accumulator.apply_when_full())
         assert updated == [False] * (len(sizes) - 1) + [True]
@@ -91,6 +92,7 @@ def test_equals_the_full_batch(name, partition):
 
 
 def test_a_mean_of_means_would_be_seen(monkeypatch):
+    test_equals_the_full_batch("train.Adam", "unequal")
     weight = tf.constant(1.0, tf.float64)
     monkeypatch.setattr(eager1, "checked_weight", lambda _: weight)
     with pytest.raises(AssertionError):
@@ -203,7 +205,7 @@ def test_a_checkpoint_in_the_middle_of_a_window(tmp_path):
     restored.accumulate(gradients_of(variables, slice(0, 5)), weight=5)  # forgotten
     train.Checkpoint(accumulator=restored).restore(path)
     assert (restored.step, restored.total_weight) == (2, 11.0)
-    for rows, size in zip(parts(sizes)[2:], sizes[2:]):
+    for rows, size in paired(parts(sizes)[2:], sizes[2:]):
         restored.accumulate(gradients_of(variables, rows), weight=size)
     assert restored.apply_when_full()
     check_same(variables, expected)
@@ -330,6 +332,7 @@ def test_whole_gradients_instead_of_shares_would_be_seen(mirrored, monkeypatch):
         one = tf.constant(1.0, tf.float64)
         return as_gradient_of(variable, gradient, one)
 
+    test_replicas_equal_the_full_batch(mirrored, "train.Momentum", "uneven")
     monkeypatch.setattr(v1_optimizers, "as_gradient_of", whole)
     with pytest.raises(AssertionError):
         test_replicas_equal_the_full_batch(mirrored, "train.Momentum", "uneven")

@@ -35,11 +35,14 @@ def test_random_losses_in_loops_equal_the_full_batch(first):
 
 def test_a_mistake_is_found(monkeypatch):
     """The mean of means: every micro-batch counts the same."""
+    numbers = (0, 1, 3, 6)
+    for number in numbers:
+        fuzz.check(number)
     monkeypatch.setattr(
         runner, "sample_count", lambda data: fuzz.tf.ones_like(sample_count(data))
     )
     found = []
-    for number in (0, 1, 3, 6):
+    for number in numbers:
         with contextlib.suppress(AssertionError):
             fuzz.check(number)
             continue

@@ -10,6 +10,7 @@ from bigbatch.tf.batch import Batch
 from bigbatch.tf.joined import Joined
 from bigbatch.tf.microbatches import total
 from bigbatch.tf.values import LARGE
+from comparison import paired
 
 X = np.arange(20.0, dtype=np.float32).reshape(10, 2)
 
@@ -45,7 +46,7 @@ def test_what_is_joined_comes_back_as_it_was(size, is_static):
     found, expected = summed(tf.constant(X)), results(tf.constant(X))
     tf.nest.assert_same_structure(found, expected)
     # Exact: small whole numbers, which float16 has as well.
-    for one, other in zip(as_arrays(found), as_arrays(expected)):
+    for one, other in paired(as_arrays(found), as_arrays(expected)):
         np.testing.assert_array_equal(one, other)
 
 

@@ -41,7 +41,7 @@ def test_value_and_gradients_takes_one_microbatch_and_one_gradient_set(model):
     "model",
     [
         pytest.param("fit_parameter_bound", marks=pytest.mark.matrix),  # takes a minute
-        pytest.param("fit_activation_bound", marks=pytest.mark.matrix),  # takes 40 s
+        "fit_activation_bound",
     ],
 )
 def test_fit_takes_one_training_step_and_one_gradient_set(model):

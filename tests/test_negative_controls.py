@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import keras
@@ -18,11 +19,39 @@ from bigbatch.tf import gradients as gradients_module
 from bigbatch.tf.buffers import GradientBuffer
 from bigbatch.tf.snapshot import Snapshot
 from bigbatch.tf.window import GradientWindow
-from fit_cases import CASES, check_same
+from comparison import check_same
+from fit_cases import CASES
 
 from contract import test_buffers, test_coupled, test_equality, test_last_window
 from contract.fit import test_rollback, test_what_differs
 from problems import TOLERANCE, dense_problem
+
+
+@functools.lru_cache(None)
+def passes_unbroken(check):
+    """Run a check on the code as it is, once: a check that fails there shows nothing."""
+    check()
+    return True
+
+
+def check_catches(mistake, check, monkeypatch):
+    assert passes_unbroken(check)
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_a_check_that_never_passes_is_no_control(monkeypatch):
+    def always_fails():
+        raise AssertionError("broken all the time")
+
+    with pytest.raises(AssertionError, match="broken all the time"):
+        check_catches(lambda _: None, always_fails, monkeypatch)
+
+
+def test_a_mistake_that_is_not_seen_is_reported(monkeypatch):
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        check_catches(lambda _: None, lambda: None, monkeypatch)
 
 
 def mean_of_means(monkeypatch):
@@ -67,10 +96,7 @@ def next_window():
     ids=lambda function: function.__name__,
 )
 def test_the_contract_catches(mistake, check, monkeypatch):
-    check()
-    mistake(monkeypatch)
-    with pytest.raises(AssertionError):
-        check()
+    check_catches(mistake, check, monkeypatch)
 
 
 def random_state_not_replayed(monkeypatch):
@@ -96,20 +122,18 @@ def temperature_gets_its_gradient_twice(monkeypatch):
     ],
 )
 def test_the_contract_of_coupled_losses_catches(mistake, check, monkeypatch):
-    check()
-    mistake(monkeypatch)
-    with pytest.raises(AssertionError):
-        check()
+    check_catches(mistake, check, monkeypatch)
+
+
+def mean_of_means_without_state(monkeypatch):
+    monkeypatch.setattr(gradients_module, "sample_count", lambda _: np.float64(6.0))
 
 
 def test_the_contract_catches_a_mean_of_means_without_state(monkeypatch):
     def check():
         test_equality.test_value_and_gradients(dense_problem, "mean", 7, "graph")
 
-    check()
-    monkeypatch.setattr(gradients_module, "sample_count", lambda _: np.float64(6.0))
-    with pytest.raises(AssertionError):
-        check()
+    check_catches(mean_of_means_without_state, check, monkeypatch)
 
 
 def uncorrected_terms(monkeypatch):
@@ -151,7 +175,9 @@ def nothing_rolled_back(monkeypatch):
     monkeypatch.setattr(Snapshot, "restore", lambda self: None)
 
 
+@functools.lru_cache(None)
 def fit_case(name, mode="split"):
+    """Return the same check each time, so that it runs unbroken once."""
     # Of an optimizer that does not hide the scale of gradients, as Adam and clipping do.
     case = replace(CASES[name], optimizer=lambda: keras.optimizers.SGD(0.1))
 
@@ -188,6 +214,4 @@ def rolled_back():
     ],
 )
 def test_the_contract_of_fit_catches(mistake, check, monkeypatch):
-    mistake(monkeypatch)
-    with pytest.raises(AssertionError):
-        check()
+    check_catches(mistake, check, monkeypatch)

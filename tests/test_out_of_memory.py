@@ -17,10 +17,11 @@ import tensorflow as tf
 
 import bigbatch
 import bigbatch.tf.auto
-import fit_cases
+import comparison
 from bigbatch.errors import ContextError
 from bigbatch.keras.auto import AutoEngine
 from bigbatch.tf.trial import Found
+from comparison import paired
 from coupled_cases import COUPLED_CASES
 from fit_cases import CASES, DENSE_X, DENSE_Y, dense
 
@@ -48,7 +49,7 @@ def check_same(result, expected, updates):
     # Plain Keras counts the end of a data set of unknown length as one more.
     assert result["updates"] == updates
     np.testing.assert_allclose(result["loss"], expected["loss"], rtol=TOLERANCE["float32"])
-    for one, other in zip(result["weights"], expected["weights"]):
+    for one, other in paired(result["weights"], expected["weights"]):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
 
 
@@ -246,7 +247,7 @@ def test_trials_leave_no_trace_in_optimizers_of_the_users():
             bigbatch.accumulate(model, **setting)
         model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
         results.append([variable.numpy() for variable in model.other.variables])
-    for one, other in zip(*results):
+    for one, other in paired(*results):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
 
 
@@ -341,7 +342,7 @@ def test_recovery_is_as_if_nothing_had_happened(fault, monkeypatch):
     expected = twin.fit(
         DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0, callbacks=[Resize()]
     )
-    for one, other in zip(states[0], everything(twin)):
+    for one, other in paired(states[0], everything(twin)):
         np.testing.assert_array_equal(one, other)
     assert history.history == expected.history
 
@@ -391,12 +392,12 @@ def test_trials_leave_no_trace():
         patch.setattr(AutoEngine, "_choose", spy)
         patch.setattr(Faulty, "calls", -1)
         history = model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
-    for one, other in zip(*seen):
+    for one, other in paired(*seen):
         np.testing.assert_array_equal(one, other)
     expected = untouched.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
     assert bigbatch.microbatch_size(model) == 21  # there is memory enough for the whole batch
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-6)
-    for one, other in zip(everything(model), everything(untouched)):
+    for one, other in paired(everything(model), everything(untouched)):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
 
 
@@ -409,8 +410,8 @@ def test_replicas_agree_on_one_size(size, coupled, mirrored, monkeypatch):
     case = COUPLED_CASES["sim_clr"] if coupled else CASES["masked"]
     with mirrored.scope():
         result = case.train(lambda m: bigbatch.accumulate(m, **AUTO, coupled=coupled))
-    fit_cases.check_same(result, case.train(), TOLERANCE["float32"])
-    assert bigbatch.microbatch_size(result[0]) == (size or 11)  # of batches of 21
+    comparison.check_same(result, case.train(), TOLERANCE["float32"])
+    assert bigbatch.microbatch_size(result.model) == (size or 11)  # of batches of 21
 
 
 def test_after_load_model(tmp_path, monkeypatch):
@@ -427,7 +428,7 @@ def test_after_load_model(tmp_path, monkeypatch):
             bigbatch.accumulate(model, **setting)
         model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
         results.append(everything(model))
-    for one, other in zip(*results):
+    for one, other in paired(*results):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE["float32"])
 
 
@@ -436,4 +437,4 @@ def test_with_compile_options(options, monkeypatch):
     case = CASES["dense"].compiled(steps_per_execution=2, **options)
     monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 8)
     result = case.train(lambda model: bigbatch.accumulate(model, **AUTO))
-    fit_cases.check_same(result, CASES["dense"].train(), TOLERANCE["float32"])
+    comparison.check_same(result, CASES["dense"].train(), TOLERANCE["float32"])

@@ -19,6 +19,7 @@ import bigbatch
 from bigbatch.cli import main
 from bigbatch.errors import ArgumentError
 from bigbatch.planner.plan import Measurement, Parts
+from comparison import paired
 from fit_cases import DENSE_X, DENSE_Y, dense
 
 MIB = 2**20
@@ -147,7 +148,7 @@ def test_a_plan_leaves_the_model_as_it_was():
     plan = bigbatch.plan(
         model, DENSE_X, DENSE_Y, batch_size=32, measure_time=True, verbose=False
     )
-    for one, other in zip(everything(model), before):
+    for one, other in paired(everything(model), before):
         np.testing.assert_array_equal(one, other)
     assert model.train_function is function
     assert [one.microbatch_size for one in plan.measured] == [1, 2, 4, 8, 16, 32]
@@ -207,7 +208,7 @@ def test_on_replicas_and_as_accumulate_is_set(mirrored, coupled):
     before = [weight.numpy() for weight in model.weights]
     plan = bigbatch.plan(model, DENSE_X, DENSE_Y, batch_size=21, verbose=False)
     assert (plan.replicas, plan.share, plan.microbatch_size) == (2, 11, 11)
-    for one, other in zip(model.weights, before):
+    for one, other in paired(model.weights, before):
         np.testing.assert_array_equal(one.numpy(), other)
 
 

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from bigbatch.tf.sums import DenseSums
+from comparison import paired
 
 SHAPES = {"kernel": (3, 4), "other kernel": (2, 4), "bias": (4,), "large": (64, 65)}
 
@@ -44,7 +45,7 @@ def test_every_variable_has_its_own_sum(wrap):
 
     if wrap is tf.function:
         wrap(twice).get_concrete_function()  # of what is added is known when it is traced
-    for index, (one, value) in enumerate(zip(of, wrap(opened)())):
+    for index, (one, value) in enumerate(paired(of, wrap(opened)())):
         # Exact: halves of small whole numbers.
         np.testing.assert_array_equal(value, np.full(one.shape, 1.5 * (index + 1)))
 

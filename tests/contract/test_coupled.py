@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import bigbatch
 from bigbatch.errors import ArgumentError, ContextError
+from comparison import paired
 from coupled_cases import LOSSES, clip, correlation, sim_clr
 
 from stack import IS_KERAS_3, keras
@@ -45,7 +46,7 @@ def of_full_batch(forward, loss, variables, batch):
 
 def check(result, expected, tolerance=TOLERANCE):
     assert abs(result[0] - expected[0]) <= tolerance
-    for one, other in zip(result[1], expected[1]):
+    for one, other in paired(result[1], expected[1]):
         assert (one is None) == (other is None)
         if one is not None:
             np.testing.assert_allclose(
@@ -86,13 +87,18 @@ def test_micro_batches_alone_are_wrong():
     expected = of_full_batch(
         lambda x: model(x), lambda out, x: correlation(Y, out), model.trainable_variables, (X,)
     )
-    result = bigbatch.value_and_gradients(
-        lambda x, y: correlation(y, model(x)),
-        model.trainable_variables,
-        (X, Y),
-        microbatch_size=4,
-    )
-    assert abs(result[0] - expected[0]) > 1e-2
+
+    def difference(**options):
+        loss, _ = bigbatch.value_and_gradients(
+            lambda x, y: correlation(y, model(x)),
+            model.trainable_variables,
+            (X, Y),
+            **options,
+        )
+        return abs(loss - expected[0])
+
+    assert difference(microbatch_size=len(X)) <= 1e-12  # all samples together
+    assert difference(microbatch_size=4) > 1e-2
 
 
 def test_a_temperature_in_the_loss_gets_its_gradient_once():
@@ -189,7 +195,7 @@ def test_random_layers_draw_once_and_state_changes_once(mode):
 
     expected = MODES["jit" if mode == "jit" else "eager"](one_tape)(X, Y)
     after = [tf.identity(state) for state in states]
-    for state, value in zip(states, before):
+    for state, value in paired(states, before):
         state.assign(value)
 
     def compute(x, y):
@@ -203,7 +209,7 @@ def test_random_layers_draw_once_and_state_changes_once(mode):
         )
 
     check(MODES[mode](compute)(X, Y), expected)
-    for state, value in zip(states, after):
+    for state, value in paired(states, after):
         np.testing.assert_array_equal(state, value)
     assert counter.calls == 3
 

@@ -40,7 +40,7 @@ with warnings.catch_warnings(record=True) as caught, strategy.scope():
         results[name] = CASES[name].train(
             lambda model: bigbatch.accumulate(model, **AUTO), batch_size=20, callbacks=[noise]
         )
-        results[name][1].pop("noise_scale")
+        results[name].history.pop("noise_scale")
 messages = [str(one.message) for one in caught if "out of memory" in str(one.message)]
 printed = {
     name: {

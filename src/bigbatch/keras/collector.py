@@ -58,7 +58,8 @@ def collecting(
             stack.enter_context(keras.collecting(one.optimizer, collect, weighted))
         yield collected
     collected[:] = [one for one in collected if one.variables]
-    if not collected:
+    # Without trainable weights Keras warns, and there is nothing to update.
+    if not collected and model.trainable_weights:
         raise ContextError(_nothing_to_accumulate(model, optimizers))
     if len(collected) > 1:
         names = ", ".join(keras.name_of(one.optimizer) for one in collected)
@@ -70,12 +71,6 @@ def collecting(
 
 
 def _nothing_to_accumulate(model: Any, optimizers: list[Any]) -> str:
-    if not model.trainable_weights:
-        return explain(
-            received=f"the model {model.name!r} without trainable weights",
-            expected="at least one weight to train",
-            fix="set trainable = True on the layers to train, or bigbatch.restore(model)",
-        )
     name_of = compat.keras_of(model).name_of
     names = ", ".join(repr(name_of(one)) for one in optimizers) or "none found"
     return explain(

@@ -22,7 +22,8 @@ def keras_of(model: Any) -> Any:
     """
     for kind in type(model).__mro__:
         package = kind.__module__.split(".")[0]
-        if kind.__name__ == "Model" and package in ("keras", "tf_keras"):
+        # In Keras 3 a layer with a `Trainer` is a model, too.
+        if kind.__name__ in ("Model", "Trainer") and package in ("keras", "tf_keras"):
             return _generation(package)
     return None
 

@@ -27,7 +27,7 @@ class DenseSum:
         self.dtype = tf.as_dtype(dtype)
         self._number = next(_NUMBERS)
         self._sum = local_variable(self._nothing(), ANY_SHAPE)
-        self._is_open = False
+        self._open_on: set[int | None] = set()  # replicas; run eagerly, each opens its own
         self.is_used = False
         """Whether anything has ever been added, or has been traced to be."""
         self.has_value = False
@@ -40,26 +40,32 @@ class DenseSum:
 
     def open(self) -> None:
         """Start from zero."""
-        self._is_open = True
         if tf.executing_eagerly():
+            self._open_on.add(_this_replica())
             self.has_value = False
         self._sum.assign(zeros(self.shape, self.dtype))
 
     def add(self, value: Any) -> None:
         """Add a tensor."""
-        if tf.executing_eagerly() and not self._is_open:
+        if not self._is_open_here():
             self.open()
         self.is_used = self.has_value = True
         add_to(self._sum, tf.cast(value, self.dtype))
 
     def value(self) -> Any:
         """Return this replica's sum."""
+        if not self._is_open_here():  # no micro-batch of this replica had such a gradient
+            return zeros(self.shape, self.dtype)
         return tf.ensure_shape(self._sum.read_value(), self.shape)
 
     def close(self) -> None:
         """Give the memory back; who has read the sum still has it."""
-        self._is_open = False
+        self._open_on.clear()
         self._sum.assign(self._nothing())
+
+    def _is_open_here(self) -> bool:
+        """Whether this replica has opened it; a graph opens it before it runs anything."""
+        return not tf.executing_eagerly() or _this_replica() in self._open_on
 
     def _nothing(self) -> Any:
         if not self.shape.rank:
@@ -69,6 +75,12 @@ class DenseSum:
         # variable, it would mix up the shapes of gradients. So it must not see the number.
         number = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(self._number), shape=[])
         return tf.zeros(tf.stack([number - self._number, *self.shape[1:]]), self.dtype)
+
+
+def _this_replica() -> int | None:
+    """Return the number of the replica that runs this eagerly; `None` outside of replicas."""
+    context = tf.distribute.get_replica_context()
+    return None if context is None else int(context.replica_id_in_sync_group)
 
 
 class DenseSums:

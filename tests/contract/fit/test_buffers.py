@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 import bigbatch
-from fit_cases import MODES, check_same
+from comparison import check_same
+from fit_cases import MODES, Case
 
 from problems import TOLERANCE
 from stack import build, keras, new_optimizers, set_policy
@@ -42,18 +43,9 @@ def test_sparse_gradients_stay_sparse(monkeypatch, mode):
 
 def test_repeated_rows_are_kept_apart_as_in_the_full_batch(mode):
     """Keras' Adam does not add up repeated rows: it must get what the full batch would."""
-
-    def train(prepare, size):
-        keras.utils.set_random_seed(3)
-        model = table(50)
-        model.compile(keras.optimizers.Adam(0.1), "mse")
-        prepare(model)
-        options = {"epochs": 3, "shuffle": False, "verbose": 0}
-        return model, model.fit(X, Y, batch_size=size, **options).history
-
-    setting, size = MODES[mode]
-    result = train(lambda model: bigbatch.accumulate(model, **setting), size)
-    check_same(result, train(lambda model: model, 21), TOLERANCE["float32"])
+    adam = lambda: keras.optimizers.Adam(0.1)  # noqa: E731
+    case = Case(lambda: table(50), X, Y, optimizer=adam, fit={"epochs": 3})
+    check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])
 
 
 def test_sums_of_half_precision_are_kept_in_float32(mode):

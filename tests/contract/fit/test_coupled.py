@@ -20,8 +20,9 @@ import bigbatch
 from bigbatch.errors import ArgumentError
 from bigbatch.keras import compat
 from bigbatch.keras.coupling import Sample
+from comparison import check_same, paired
 from coupled_cases import COUPLED_CASES, LABELS, LOSSES, Clip, encoder, loss_of
-from fit_cases import CASES, DENSE_X, MODES, Case, check_same, mostly_matrix
+from fit_cases import CASES, DENSE_X, MODES, Case, mostly_matrix
 
 from problems import TOLERANCE, largest_difference
 from stack import keras, loss_scale, random_state_of, set_policy, with_loss_scale
@@ -50,10 +51,14 @@ def test_in_float64(name, mode, float64):
 def test_micro_batches_alone_are_wrong(mode):
     """What the tests here would see if samples did not meet."""
     case = COUPLED_CASES["correlation"]
+    expected = case.train()
+    check_same(case.accumulate(mode, COUPLED), expected, 1e-3)
     with pytest.warns(UserWarning, match="'correlation'.*coupled=True"):
-        _, history = case.accumulate(mode)
-    difference = abs(history["loss"][0] - case.train()[1]["loss"][0])
-    assert not difference <= 1e-3  # a correlation of one sample is not a number
+        result = case.accumulate(mode)
+    with pytest.raises(AssertionError, match="weights: "):
+        check_same(result, expected, 1e-3)
+    # A correlation of one sample is not a number.
+    assert not abs(result.history["loss"][0] - expected.history["loss"][0]) <= 1e-3
 
 
 ON_REPLICAS = [
@@ -305,7 +310,7 @@ def coupled_loss(case):
     known.build(model, data)
     before = [variable.numpy() for variable in known.state_of(model)]
     found = Sample(model, data).coupled_loss()
-    for variable, value in zip(known.state_of(model), before):
+    for variable, value in paired(known.state_of(model), before):
         np.testing.assert_array_equal(variable, value)
     return found
 
@@ -334,16 +339,12 @@ def test_fit_warns_once_or_not_at_all(name, mode):
 def test_an_activity_regulariser_is_exact_in_float64(float64):
     """Run eagerly, where counts are Python numbers: it was 1e-11 off, found by `fuzz`."""
 
-    def train(prepare):
-        keras.utils.set_random_seed(0)
+    def make():
         x = keras.Input((3,))
-        model = keras.Model(x, layers.Dense(3, activity_regularizer="l2")(x))
-        model.compile(keras.optimizers.SGD(1.0), "mse", run_eagerly=True)
-        prepare(model)
-        data = np.random.default_rng(0).normal(size=(2, 13, 3))
-        model.fit(*data, batch_size=13, verbose=0)
-        return model
+        return keras.Model(x, layers.Dense(3, activity_regularizer="l2")(x))
 
-    full = train(lambda model: model)
-    found = train(lambda model: bigbatch.accumulate(model, microbatch_size=6, **COUPLED))
-    assert largest_difference(found, full) <= TOLERANCE["float64"]
+    x, y = np.random.default_rng(0).normal(size=(2, 13, 3))
+    case = Case(make, x, y, optimizer=lambda: keras.optimizers.SGD(1.0), fit={"epochs": 1})
+    case = case.compiled(run_eagerly=True)
+    found = case.accumulate("split", {"microbatch_size": 6, **COUPLED})
+    check_same(found, case.train(), TOLERANCE["float64"])

@@ -9,9 +9,10 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-from fit_cases import BATCH, CASES, DENSE_X, DENSE_Y, MODES, check_same, dense
+from comparison import check_same, check_same_models
+from fit_cases import BATCH, CASES, DENSE_X, DENSE_Y, MODES, Case, dense
 
-from problems import TOLERANCE, largest_difference
+from problems import TOLERANCE
 from stack import IS_KERAS_3, PyDataset, keras, set_steps_per_execution
 
 STEPS, SIZE = MODES["window"][0]["accumulation_steps"], MODES["window"][1]
@@ -97,13 +98,13 @@ def test_data_that_ends_too_early(batches):
     ends = [*range(0, 4 * batches, 16), 4 * batches]
     for start, end in zip(ends, ends[1:]):
         expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
     # And the next window is a new one.
     for one in (model, expected):
         one.fit(
             DENSE_X, DENSE_Y, batch_size=4 if one is model else 16, shuffle=False, verbose=0
         )
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 stops when data ends too early")
@@ -124,7 +125,7 @@ def test_data_that_ends_too_early_in_every_epoch():
             expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
     assert int(model.optimizer.iterations) == 8
     assert min(history.history["loss"]) > 0
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize(("execution", "steps"), [(4, 2), (5, 3), (3, 4), (2, 8)])
@@ -135,7 +136,7 @@ def test_executions_that_do_not_divide_the_epoch(execution, steps):
     model.fit(DENSE_X, DENSE_Y, batch_size=5, callbacks=[callback], **options)
     expected.fit(DENSE_X, DENSE_Y, batch_size=5 * steps, **options)
     assert len([1 for event, _ in callback.seen if event == "batch"]) == 2 * -(-10 // execution)
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_an_own_fit_that_trains_and_evaluates_on_other_data_first():
@@ -145,18 +146,13 @@ def test_an_own_fit_that_trains_and_evaluates_on_other_data_first():
             self.evaluate(x[:7], y[:7], batch_size=7, verbose=0)
             return super().fit(x, y, **options)
 
-    def trained(size, **setting):
-        keras.utils.set_random_seed(3)
-        model = Own([keras.Input((5,)), keras.layers.Dense(3)])
-        model.compile("adam", "mse")
-        if setting:
-            bigbatch.accumulate(model, **setting)
-        model.fit(DENSE_X, DENSE_Y, batch_size=size, shuffle=False, verbose=0)
-        return model
-
-    model, expected = trained(7, accumulation_steps=2), trained(14)
-    assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    case = Case(
+        lambda: Own([keras.Input((5,)), keras.layers.Dense(3)]),
+        optimizer=lambda: "adam",
+        fit={"epochs": 1},
+    )
+    result = case.train(lambda m: bigbatch.accumulate(m, accumulation_steps=2), batch_size=7)
+    check_same(result, case.train(batch_size=14), TOLERANCE["float32"])
 
 
 class Batches(PyDataset):
@@ -192,7 +188,7 @@ def test_every_batch_is_taken_before_the_data_hears_of_the_end(steps):
         DENSE_X[rows], DENSE_Y[rows], batch_size=size, epochs=2, shuffle=False, verbose=0
     )
     assert int(model.optimizer.iterations) == int(expected.optimizer.iterations)
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_steps_per_epoch_is_honoured_exactly():
@@ -205,7 +201,7 @@ def test_steps_per_epoch_is_honoured_exactly():
     expected = compiled()
     for start, end in ((0, 15), (15, 20), (20, 35), (35, 40)):
         expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_a_window_longer_than_the_epoch_still_trains():
@@ -215,7 +211,7 @@ def test_a_window_longer_than_the_epoch_still_trains():
     expected = compiled()
     expected.fit(DENSE_X, DENSE_Y, batch_size=50, epochs=2, shuffle=False, verbose=0)
     assert int(model.optimizer.iterations) == 2
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_repeated_fits_leak_nothing(mode):
@@ -225,7 +221,7 @@ def test_repeated_fits_leak_nothing(mode):
         x, y = DENSE_X[rows], DENSE_Y[rows]
         for one, batch_size in ((model, size), (expected, BATCH)):
             one.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_a_window_that_train_on_batch_left_open_is_applied_by_fit_and_restore():
@@ -238,7 +234,7 @@ def test_a_window_that_train_on_batch_left_open_is_applied_by_fit_and_restore():
     expected.train_on_batch(DENSE_X[:5], DENSE_Y[:5])
     expected.fit(DENSE_X, DENSE_Y, batch_size=BATCH, shuffle=False, verbose=0)
     expected.train_on_batch(DENSE_X[:6], DENSE_Y[:6])
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_training_that_is_stopped_in_the_middle_of_a_window():
@@ -251,7 +247,7 @@ def test_training_that_is_stopped_in_the_middle_of_a_window():
     expected = compiled()
     for start, end in ((0, 21), (21, 28)):
         expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_evaluation_in_the_middle_of_a_window_does_not_end_it():
@@ -262,7 +258,7 @@ def test_evaluation_in_the_middle_of_a_window_does_not_end_it():
 
     model, _ = CASES["dense"].accumulate("window", callbacks=[Evaluate()])
     expected, _ = CASES["dense"].train()
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("devices", ["one device", "two replicas"])
@@ -273,25 +269,18 @@ def test_a_schedule_from_updates_made(devices, mirrored):
         asked.append(updates)
         return 1 + updates % 3
 
-    def train():
-        keras.utils.set_random_seed(3)
-        model = dense()
-        model.compile("adam", "mse")
+    def prepare(model):
         bigbatch.accumulate(model, accumulation_steps=schedule)
         asked.clear()  # it was tried
-        model.fit(DENSE_X, DENSE_Y, batch_size=10, epochs=2, shuffle=False, verbose=0)
-        return model
 
-    if devices == "one device":
-        model = train()
-    else:
-        with mirrored.scope():
-            model = train()
+    case = Case(dense, optimizer=lambda: "adam")
+    with mirrored.scope() if devices == "two replicas" else nullcontext():
+        model, _ = case.train(prepare, batch_size=10)
     expected = compiled()
     for start, end in ((0, 10), (10, 30), (30, 50), (0, 10), (10, 30), (30, 50)):
         expected.train_on_batch(DENSE_X[start:end], DENSE_Y[start:end])
     assert asked == [0, 1, 2, 3, 4, 5]
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    check_same_models(model, expected, TOLERANCE["float32"])
 
 
 def test_the_reported_loss_of_a_short_window_is_that_of_the_full_batch(mode):

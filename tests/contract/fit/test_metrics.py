@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from fit_cases import CASES, DENSE_X, MODES, Case, check_same, dense, rng
+from comparison import check_same, paired
+from fit_cases import CASES, DENSE_X, MODES, Case, dense, rng
 
 from problems import TOLERANCE
 from stack import keras
@@ -40,12 +41,12 @@ def test_logs_of_a_batch_are_those_of_the_full_batch(name, mode):
     if mode == "window":  # at the end of a full window; the last one is shorter
         per_update = MODES[mode][0]["accumulation_steps"]
         ends = [batch % per_update == per_update - 1 for batch in events.batches]
-        events.logs = [logs for logs, end in zip(events.logs, ends) if end]
+        events.logs = [logs for logs, end in paired(events.logs, ends) if end]
         expected.logs = [
-            logs for logs, batch in zip(expected.logs, expected.batches) if batch < 2
+            logs for logs, batch in paired(expected.logs, expected.batches) if batch < 2
         ]
     assert len(events.logs) == len(expected.logs) > 0
-    for one, two in zip(events.logs, expected.logs):
+    for one, two in paired(events.logs, expected.logs):
         assert one.keys() == two.keys()
         for key in two:
             np.testing.assert_allclose(one[key], two[key], rtol=TOLERANCE["float32"])

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import bigbatch
-from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, Case, check_same, dense, mostly_matrix
+from comparison import check_same
+from fit_cases import CASES, DENSE_X, DENSE_Y, Case, dense, mostly_matrix
 
-from problems import TOLERANCE, built_in_optimizers, largest_difference
-from stack import (
-    HAS_LEGACY,
-    keras,
-    loss_scale,
-    new_optimizers,
-    variables_of,
-    with_loss_scale,
-)
+from problems import TOLERANCE, built_in_optimizers
+from stack import HAS_LEGACY, keras, loss_scale, new_optimizers, with_loss_scale
 
 
 def constrained():
@@ -47,9 +43,6 @@ def test_settings(name, mode):
     case = Case(constrained, optimizer=OPTIMIZERS[name])
     result, expected = case.accumulate(mode), case.train()
     check_same(result, expected, TOLERANCE["float32"])
-    variables = [variables_of(model.optimizer) for model, _ in (result, expected)]
-    for one, two in zip(*variables):
-        np.testing.assert_allclose(one, two, rtol=1e-4, atol=TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize(
@@ -129,23 +122,16 @@ def test_it_is_the_same_object_with_the_same_methods(mode):
 
 def test_an_infinite_micro_batch_skips_the_whole_update(mode):
     """As the full batch does: the scale is halved and no weight moves."""
-    setting, size = MODES[mode]
-    x = DENSE_X.astype("float32")
+    x = DENSE_X[:42].astype("float32")
     x[9] = np.inf
-
-    def train(prepare, batch_size):
-        keras.utils.set_random_seed(3)
-        model = dense()
-        scaled = with_loss_scale(keras.optimizers.SGD(0.1), 2.0**15)
-        model.compile(scaled, "mse")
-        prepare(model)
-        model.fit(x[:42], DENSE_Y[:42], batch_size=batch_size, shuffle=False, verbose=0)
-        return model
-
-    model = train(lambda model: bigbatch.accumulate(model, **setting), size)
-    expected = train(lambda model: model, 21)
-    assert loss_scale(model.optimizer) == loss_scale(expected.optimizer)
-    assert largest_difference(model, expected) <= TOLERANCE["float32"]
+    scaled = lambda: with_loss_scale(keras.optimizers.SGD(0.1), 2.0**15)  # noqa: E731
+    case = Case(dense, x, DENSE_Y[:42], optimizer=scaled, fit={"epochs": 1})
+    result, expected = case.accumulate(mode), case.train()
+    assert loss_scale(result.model.optimizer) == loss_scale(expected.model.optimizer) == 2.0**14
+    # The loss of the epoch is not a number in either.
+    assert not np.isfinite([*result.history["loss"], *expected.history["loss"]]).any()
+    result, expected = (replace(one, history={}) for one in (result, expected))
+    check_same(result, expected, TOLERANCE["float32"])
 
 
 def test_learning_rate_callbacks(mode):

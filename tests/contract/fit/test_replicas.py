@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS, Case, check_same
+from comparison import check_same
+from fit_cases import CASES, DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS, Case
 
 from problems import TOLERANCE
 from stack import keras, native
@@ -109,7 +110,7 @@ def test_replicas_without_samples(name, mode, mirrored):
                 lambda m: bigbatch.accumulate(m, microbatch_size=9), batch_size=49
             )
         else:
-            result = case.accumulate(mode, {"accumulation_steps": 7})
+            result = case.accumulate(mode, {"accumulation_steps": 7}, batch_size=7)
     check_same(result, expected, TOLERANCE["float32"])
 
 

@@ -1,0 +1,90 @@
+"""The differences that `make upstream` may find: each has a reason, and an end."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Permitted:
+    """Tests or programs that may end differently with accumulation."""
+
+    what: str
+    """The name of a test or program; `*` stands for anything."""
+    modes: tuple[str, ...]
+    reason: str
+    until: str
+    """The issue that removes the difference, or "by design"."""
+
+    def covers(self, name: str, mode: str) -> bool:
+        """Say whether this is about a test or program in a mode."""
+        # Names of tests have brackets, which stand for themselves.
+        pattern = self.what.replace("[", "[[]")
+        return mode in self.modes and fnmatch.fnmatchcase(name, pattern)
+
+
+def permission(name: str, mode: str, among: tuple[Permitted, ...]) -> Permitted | None:
+    """Return the first entry that permits a difference, if there is one."""
+    return next((one for one in among if one.covers(name, mode)), None)
+
+
+BOTH = ("split", "window")
+BY_DESIGN = "by design"
+PERMITTED: tuple[Permitted, ...] = (
+    Permitted(
+        "trainers/*test_fit_sparse_*",
+        BOTH,
+        "Sparse inputs (`tf.SparseTensor`) are refused.",
+        "28",
+    ),
+    Permitted(
+        "callbacks/*BackupAndRestoreCallbackTest::test_*",
+        BOTH,
+        "A layer that counts its calls counts every micro-batch, not every batch.",
+        "25",
+    ),
+    Permitted(
+        "trainers/*steps_per_e*",
+        ("window",),
+        "The test counts batches, or compares `fit` with `fit` on batches of another size: "
+        "in window mode batches are parts of an update.",
+        BY_DESIGN,
+    ),
+    Permitted(
+        "trainers/*test_max_epochs_and_steps",
+        ("window",),
+        "The test counts batches, of which window mode has more.",
+        BY_DESIGN,
+    ),
+    Permitted(
+        "trainers/*test_nested_inputs",
+        ("window",),
+        "`train_on_batch` after `fit` gives one batch of a window: the update comes later.",
+        BY_DESIGN,
+    ),
+    Permitted(
+        "keras_hub.t5",
+        BOTH,
+        "Rows of a relative-position table are repeated in every micro-batch.",
+        "25",
+    ),
+    Permitted(
+        "keras_hub.bert_dropout",
+        BOTH,
+        "Dropout draws other numbers than in the full batch.",
+        "25",
+    ),
+    Permitted(
+        "keras_hub.resnet",
+        BOTH,
+        "BatchNormalization normalises with the statistics of micro-batches.",
+        "29",
+    ),
+    Permitted(
+        "keras_hub.clip_logits",
+        BOTH,
+        "The model compares the samples of a batch in its forward pass.",
+        "27 (the check names it), 29 (`cross_microbatch_gather`)",
+    ),
+)
