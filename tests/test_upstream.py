@@ -86,7 +86,7 @@ def test_the_plugin_accumulates_in_every_fit(tmp_path):
     cut = "test_suite.py::test_batches_are_not_cut"
     found = differences_of(outcomes, permitted=())
     assert [(one.name, one.mode) for one in found] == [(cut, "split"), (cut, "window")]
-    assert row_of("suite", outcomes).passed == {"plain": 2, "split": 1, "window": 1}
+    assert row_of("suite", outcomes, "abc").passed == {"plain": 2, "split": 1, "window": 1}
 
 
 def test_what_did_not_run_differs():
@@ -124,8 +124,8 @@ def test_every_permitted_difference_has_a_reason_and_an_end():
 def test_the_page_names_what_differs():
     outcomes = {"plain": {"new": "passed"}, "split": {"new": "failed: z"}}
     settings = {"plain": "", "split": "microbatch_size=2", "window": "accumulation_steps=2"}
-    rows, found = [row_of("suite", outcomes)], differences_of(outcomes, permitted=())
-    text = page_of(Path(__file__).parent, rows, found, settings, {"keras": "3"})
+    rows, found = [row_of("suite", outcomes, "abc1234")], differences_of(outcomes, permitted=())
+    text = page_of(rows, found, settings, {"keras": "3"})
     assert "**Not permitted:**" in text
     assert "- split: `new`" in text
-    assert "| suite | 1 | 1 | 0 |" in text
+    assert "| suite | 1 | 1 | 0 | abc1234 |" in text

@@ -24,7 +24,7 @@ from upstream.outcomes import (
     outcomes_of_programs,
     row_of,
 )
-from upstream.page import page_of
+from upstream.page import commit_of, page_of
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "build" / "upstream-results"
@@ -64,14 +64,14 @@ def main(arguments: list[str]) -> int:
         if not chosen.again:
             _run(suite, settings)
         outcomes = _outcomes(suite, settings)
-        rows.append(row_of(suite, outcomes))
+        rows.append(row_of(suite, outcomes, _file(suite, "commit").read_text()))
         differences += differences_of(outcomes)
         print(f"== {rows[-1].text()}", flush=True)
     if not chosen.suites:
         versions = {
             name: importlib.metadata.version(name) for name in ("keras", "tensorflow-cpu")
         }
-        page = page_of(ROOT / "docs", rows, differences, settings, versions)
+        page = page_of(rows, differences, settings, versions)
         (ROOT / "docs" / "upstream.md").write_text(page)
     for one in differences:
         print(one.text())
@@ -93,6 +93,7 @@ def _outcomes(suite: str, settings: dict[str, str]) -> Outcomes:
 
 def _run(suite: str, settings: dict[str, str]) -> None:
     """Run one suite in each mode; write how everything in it ended."""
+    _file(suite, "commit").write_text(commit_of(ROOT / "docs"))
     if suite == PROGRAMS:  # which compares by itself
         command = [sys.executable, "-m", "upstream.programs", "--json"]
         _written_by([*command, str(_file(suite, "all"))], _file(suite, "all"))

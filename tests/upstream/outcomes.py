@@ -41,6 +41,8 @@ class Row:
     suite: str
     passed: dict[str, int]
     differ: dict[str, int]
+    commit: str
+    """The commit that was checked out when it ran."""
 
     def text(self) -> str:
         """Return it as a line."""
@@ -52,13 +54,13 @@ class Row:
         return f"{self.suite}: {counts}"
 
 
-def row_of(suite: str, outcomes: Outcomes) -> Row:
+def row_of(suite: str, outcomes: Outcomes, commit: str) -> Row:
     """Count what passed in each mode of a suite."""
     passed = {mode: sum(e == PASSED for e in of.values()) for mode, of in outcomes.items()}
     differ = {
         mode: sum(one.mode == mode for one in differences_of(outcomes)) for mode in outcomes
     }
-    return Row(suite, passed, differ)
+    return Row(suite, passed, differ, commit)
 
 
 def differences_of(

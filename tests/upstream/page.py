@@ -22,32 +22,29 @@ weights with those of plain training.
 A test *differs* if it passes in plain Keras and does not pass with accumulation. The command
 fails if anything differs that is not in its list of permitted differences.
 
-Run on {versions}, commit {commit}.
+Run on {versions}. Each row of the table names the commit that it ran on.
 """
 
 
 def page_of(
-    folder: Path,
     rows: list[Row],
     differences: list[Difference],
     settings: dict[str, str],
     versions: dict[str, str],
 ) -> str:
-    """Return the page, for the repository in which `folder` is."""
+    """Return the page."""
     named = " and ".join(f"{name} {version}" for name, version in versions.items())
     introduction = INTRODUCTION.format(
         split=f"`{settings['split']}`",
         window=f"`{settings['window']}`",
         versions=named,
-        commit=commit_of(folder),
     )
     modes = [mode for mode in settings if mode != PLAIN]
-    table = [
-        "| suite | plain Keras passes | " + " | ".join(f"{m} differs" for m in modes) + " |"
-    ]
-    table.append("|---|---|" + "---|" * len(modes))
+    heads = ["suite", "plain Keras passes", *(f"{mode} differs" for mode in modes), "commit"]
+    table = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         cells = [row.suite, row.passed[PLAIN], *(row.differ.get(mode, 0) for mode in modes)]
+        cells.append(row.commit)
         table.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join([introduction, *table, "", *_differences(differences)]) + "\n"
 

@@ -121,9 +121,60 @@ class _Comparison:
             stack.enter_context(unchanged(model))
             self._say("what could differ")
             sample = Sample(model, self._data)
-            stack.enter_context(self._without_draws(sample))
-            self._look_for_meetings(sample)
-            return self._compare(count)
+            random = self._tried(sample.random_layers)
+            changing: list[Any] = []
+            with self._without_draws(random):
+                if sample.is_enough:
+                    changing = self._tried(sample.changing_layers)
+                    self._look_for_meetings(sample)
+            result = self._compare(count)
+            if result.ok or not result.samples:
+                return result
+            for layer in changing:
+                self._name_changing(layer)
+            if random:
+                return self._compare_without_draws(sample, random, count)
+            return replace(result, hazards=tuple(self._hazards))
+
+    def _compare_without_draws(
+        self, sample: Sample, random: list[Any], count: int
+    ) -> Verification:
+        """Compare once more, and name layers that draw if the difference is theirs.
+
+        Uniform and normal draws are those of the full batch, others cannot be.
+        """
+        notes = list(self._notes)
+        with self._without_draws(random):
+            still = self._tried(sample.random_layers)
+            without = self._compare(count)
+        if without.ok or still:
+            for layer in random:
+                self._name_drawing(layer)
+        note = "Compared with random draws switched off."
+        if still:
+            names = ", ".join(map(_name, still))
+            note = f"Random draws of {names} cannot be switched off."
+        self._notes = [*notes, note]
+        return replace(without, hazards=tuple(self._hazards), notes=tuple(self._notes))
+
+    def _name_drawing(self, layer: Any) -> None:
+        self._hazards.append(
+            Hazard(
+                _name(layer),
+                "it draws random numbers that cannot be those of the full batch",
+                "Nothing to do if others from the same distribution will do. Draw uniform or "
+                "normal numbers by keras.random and a SeedGenerator to have the same.",
+            )
+        )
+
+    def _name_changing(self, layer: Any) -> None:
+        self._hazards.append(
+            Hazard(
+                _name(layer),
+                "its weights change with every call, so with every micro-batch",
+                "Let them change in train_step or in a callback, once per update.",
+            )
+        )
 
     def _build_optimizers(self) -> None:
         """Make the variables of optimizers that Keras does not know of, with no update yet."""
@@ -208,30 +259,12 @@ class _Comparison:
         return bool(self._hazards)
 
     @contextlib.contextmanager
-    def _without_draws(self, sample: Sample) -> Iterator[None]:
+    def _without_draws(self, random: list[Any]) -> Iterator[None]:
         """Return a block in which layers that draw random numbers do as in inference."""
-        random = self._tried(sample.random_layers)
-        for layer in random:
-            self._hazards.append(
-                Hazard(
-                    _name(layer),
-                    "it draws random numbers, others for micro-batches than for the full batch",
-                    "Nothing to do: they come from the same distribution.",
-                )
-            )
         with contextlib.ExitStack() as stack:
             for layer in random:
                 if not compat.layers_of(layer):  # or what is inside would change, too
                     stack.enter_context(self._keras.without_training(layer))
-            still = self._tried(sample.random_layers) if random else []
-            if still:
-                names = ", ".join(map(_name, still))
-                self._notes.append(
-                    f"Random draws of {names} cannot be switched off: they are part of the "
-                    "difference."
-                )
-            elif random:
-                self._notes.append("Compared with random draws switched off.")
             yield
 
     def _tried(self, look: Callable[..., list[Any]], *args: Any) -> list[Any]:
@@ -244,16 +277,6 @@ class _Comparison:
             return []
 
     def _look_for_meetings(self, sample: Sample) -> None:
-        if not sample.is_enough:
-            return
-        for layer in self._tried(sample.changing_layers):
-            self._hazards.append(
-                Hazard(
-                    _name(layer),
-                    "its weights change with every call, so with every micro-batch",
-                    "Let them change in train_step or in a callback, once per update.",
-                )
-            )
         for layer in self._tried(sample.mixing_layers, self._setting.batch_norm):
             is_norm = isinstance(layer, keras.layers.BatchNormalization)
             self._hazards.append(

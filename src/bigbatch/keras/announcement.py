@@ -117,7 +117,7 @@ def _differences(model: Any, batch_norm: str) -> list[str]:
     because = {
         "statistics of micro-batches, moving statistics pooled": pooled,
         "frozen" if batch_norm == "frozen" else "statistics of micro-batches": others,
-        "random draws": compat.keras_of(model).random_layers_of(model),
+        "random draws": compat.keras_of(model).layers_with_other_draws(model),
     }
     return [f"{_names(layers)} ({why})" for why, layers in because.items() if layers]
 

@@ -11,17 +11,24 @@ from bigbatch.keras import compat
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizers that a `train_step` may use: attributes of the model or its layers.
+    """Return the optimizers that a `train_step` may use."""
+    return _held_by(model, compat.keras_of(model).is_optimizer)
 
-    They may also stand in a list, tuple or dict that is such an attribute.
-    """
+
+def metrics_of(model: Any) -> list[Any]:
+    """Return the metrics of a model, also those that its own `metrics` leaves out."""
+    held = _held_by(model, lambda one: hasattr(one, "update_state") and hasattr(one, "result"))
+    return list({id(one): one for one in (*model.metrics, *held)}.values())
+
+
+def _held_by(model: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """Return what is an attribute of the model or its layers, or stands in a list or dict."""
     unique: dict[int, Any] = {}
-    is_optimizer = compat.keras_of(model).is_optimizer
     for owner in (model, *compat.layers_of(model)):
         for value in list(vars(owner).values()):
             values = value.values() if isinstance(value, dict) else value
             for one in values if isinstance(value, (list, tuple, dict)) else (value,):
-                if is_optimizer(one):
+                if is_wanted(one):
                     unique.setdefault(id(one), one)
     return list(unique.values())
 

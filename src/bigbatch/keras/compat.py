@@ -93,6 +93,11 @@ class Generation:
         del model, factor
         return contextlib.nullcontext()
 
+    def layers_with_other_draws(self, model: Any) -> list[Any]:
+        """Return the layers that draw other random numbers than they do for the full batch."""
+        del model
+        return []
+
     def is_mean(self, metric: Any) -> bool:
         """Say whether a metric is the mean of what it is updated with."""
         return type(metric) is self.keras.metrics.Mean

@@ -44,7 +44,8 @@ class CoupledRunner(Runner):
 
     def local(self, batch: Batch, microbatch_size: Any) -> list[Any]:
         """Run this replica's share of a batch; return what adds up over replicas."""
-        passes = TwoPasses(batch, microbatch_size, self._keras.jit_compile(self._model))
+        jit_compile = self._keras.jit_compile(self._model)
+        passes = TwoPasses(batch, microbatch_size, jit_compile, self.kept)
         share = Share(batch.count)
         parts = passes.first(functools.partial(self._forward, share))
         outputs = [

@@ -210,8 +210,8 @@ class Keras2(Generation):
             variables += [] if generator is None else [generator.state]
         return list({id(variable): variable for variable in variables}.values())
 
-    def random_layers_of(self, model: Any) -> list[Any]:
-        """Return the layers that draw random numbers."""
+    def layers_with_other_draws(self, model: Any) -> list[Any]:
+        """Return the layers that draw: from generators that advance by what is drawn."""
         return [layer for layer in layers_of(model) if _is_random(layer)]
 
     def metrics_variables(self, model: Any) -> list[Any]:

@@ -138,10 +138,6 @@ class Keras3(Generation):
             variables += [generator.state for generator in layer._seed_generators]
         return list({id(variable): variable.value for variable in variables}.values())
 
-    def random_layers_of(self, model: Any) -> list[Any]:
-        """Return the layers that draw random numbers."""
-        return [layer for layer in layers_of(model) if layer._seed_generators]
-
     def metrics_variables(self, model: Any) -> list[Any]:
         """Return the variables of the metrics of a model."""
         return model.metrics_variables

@@ -12,7 +12,7 @@ import tensorflow as tf
 from bigbatch.keras import compat
 from bigbatch.keras.batch_logs import BatchLogs
 from bigbatch.keras.batch_norm import BatchNorm
-from bigbatch.keras.collector import Collected, collecting, optimizers_of
+from bigbatch.keras.collector import Collected, collecting, metrics_of, optimizers_of
 from bigbatch.keras.insight import Insight, insight_of
 from bigbatch.keras.patching import replaced
 from bigbatch.keras.terms import (
@@ -26,6 +26,7 @@ from bigbatch.keras.terms import (
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import sample_count
 from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.tf.microbatches import Trace
 from bigbatch.tf.optimizers import adapted
 from bigbatch.tf.plain_optimizers import PlainOptimizer
 from bigbatch.tf.sums import DenseSums
@@ -108,6 +109,22 @@ class Runner:
     def buffer_bytes(self) -> int:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
         return sum(one.bytes for sums in self._sums.values() for one in sums.used)
+
+    @property
+    def kept(self) -> list[Any]:
+        """The variables that every micro-batch changes: metrics, and sums of gradients."""
+        metrics = [v for one in metrics_of(self._model) for v in one.variables]
+        variables = [self._keras.native(variable) for variable in metrics]
+        variables += [one.variable for sums in self._sums.values() for one in sums.all]
+        local = self.strategy.experimental_local_results
+        return [part for variable in variables for part in local(variable)]
+
+    def new_trace(self) -> Trace:
+        """Return what traces micro-batches that run eagerly.
+
+        A custom `train_step` is not: it may keep tensors for Python code to look at.
+        """
+        return Trace(0) if self._keras.has_own_train_step(self._model) else Trace()
 
     def open(self, graph: Any = None) -> None:
         """Begin a batch on this replica; what its micro-batches do has been traced."""

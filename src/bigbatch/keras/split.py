@@ -38,7 +38,8 @@ class SplitEngine:
     def __init__(self, model: Any, microbatch_size: int, batch_norm: str) -> None:
         self._model = model
         self._microbatch_size = microbatch_size
-        self._runner = Runner(model, batch_norm, Lengths.SAME)
+        self._runner = runner = Runner(model, batch_norm, Lengths.SAME)
+        self._trace_of_run, self._trace_of_counts = runner.new_trace(), runner.new_trace()
         self.state = State(model)
         """What training changes beside weights."""
         self._first_look = FirstLook(model, warn_of_coupled_loss)
@@ -145,10 +146,10 @@ class SplitEngine:
         batch = self._batch(data)
         size = self._size_for(batch) if size is None else size
         try:
-            sums = self._run(batch, size)
+            # Eagerly, what is tried has happened: count first.
+            sums = self._counted(batch, size) if self._is_eager else self._run(batch, size)
         except DenominatorsNeededError:
-            counts = self._total(self._runner.counts, batch, size)
-            sums = self._run(batch, size, self._runner.whole(counts))
+            sums = self._counted(batch, size)
         unit = self._runner.unit(sums["samples"])
         return self._runner.close(sums, unit, is_known=isinstance(batch.count, int))
 
@@ -163,12 +164,29 @@ class SplitEngine:
             samples, looks = None if several else count, self._runner.looks()
             whole = Whole(self._runner.unit(count), samples, looks=looks)
         compute = functools.partial(self._runner.run, whole=whole)
-        sums = self._total(compute, batch, size, begin=self._runner.open)
+        sums = self._total(
+            compute, batch, size, begin=self._runner.open, trace=self._trace_of_run
+        )
         return {**sums, "samples": count}
+
+    @property
+    def _is_eager(self) -> bool:
+        """Whether batches run eagerly, with a loss of Keras."""
+        own = self._keras.has_own_train_step(self._model)
+        has_loss = self._keras.compile_loss_of(self._model) is not None
+        return self._model.run_eagerly and has_loss and not own
+
+    def _counted(self, batch: Batch, size: Any) -> dict[str, Any]:
+        counts = self._counts(batch, size)
+        return self._run(batch, size, self._runner.whole(counts))
+
+    def _counts(self, batch: Batch, size: Any) -> Any:
+        return self._total(self._runner.counts, batch, size, trace=self._trace_of_counts)
 
     def _total(self, compute: Any, batch: Batch, size: Any, **options: Any) -> Any:
         jit_compile = self._keras.jit_compile(self._model)
-        return total(compute, batch, size, jit_compile=jit_compile, **options)
+        kept = self._runner.kept
+        return total(compute, batch, size, jit_compile=jit_compile, kept=kept, **options)
 
     def _size_for(self, batch: Batch) -> Any:
         if self._microbatch_size != UNBOUNDED:

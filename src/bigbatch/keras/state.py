@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 from bigbatch.errors import ContextError, explain
 from bigbatch.keras import compat
@@ -59,6 +59,23 @@ class State:
         """
         assert self._snapshot is not None
         return self._snapshot.dropped(results)
+
+    def include(self, variables: dict[int, Any]) -> None:
+        """Keep these variables, by `id`, too: they may belong to no layer."""
+        assert self._snapshot is not None
+        others = [v for key, v in variables.items() if key not in self._snapshot.ids]
+        if others:
+            known = compat.keras_of(self._model).state_of(self._model)
+            with compat.strategy_of(self._model).scope():
+                self._snapshot = Snapshot([*known, *others])
+
+    def put_back(self, variables: dict[int, Any], samples: Sequence[Any]) -> None:
+        """Give some variables, by `id`, the values they had when the state was taken.
+
+        On replicas that have samples now: on others nothing would move them on again.
+        """
+        assert self._snapshot is not None
+        self._snapshot.put_back(variables, samples)
 
     @property
     def is_final(self) -> bool:

@@ -240,6 +240,7 @@ class WindowEngine:
             runner.strategy,
             run_eagerly=model.run_eagerly,
             jit_compile=self._keras.jit_compile(model),
+            kept=runner.kept,
         )
         with runner.strategy.scope():
             self._unit = local_variable(tf.zeros([], WEIGHT_DTYPE))
@@ -247,8 +248,8 @@ class WindowEngine:
             looks = runner.looks()
             self._looks = None if looks is None else local_variable(looks, summed=False)
         self._runner = runner
-        self._total = running(self._run)
-        self._counts = running(runner.counts)
+        self._total = running(self._run, trace=runner.new_trace())
+        self._counts = running(runner.counts, trace=runner.new_trace())
         try:
             self._total.prepare(types)
             # Without a graph nothing is known before it happens.
@@ -260,6 +261,7 @@ class WindowEngine:
             self._total.prepare(types)
         if not self._state.is_complete:
             self._state.prepare(types)  # what could only be built by tracing
+        self._state.include(self._total.once)
         if not model.run_eagerly:
             function = functools.partial(tf.function, reduce_retracing=True, autograph=False)
             for name in _GRAPHS:
@@ -306,6 +308,10 @@ class WindowEngine:
                 strategy.run(self._open, args=(data, length))
             if is_first:
                 strategy.run(self._runner.open)
+            else:
+                samples = strategy.run(sample_count, args=(data,))
+                samples = strategy.experimental_local_results(samples)
+                self._state.put_back(self._total.once, samples)
             self._total.add(data, is_first=is_first)
         return tf.constant(True)  # a branch of a graph returns something
 

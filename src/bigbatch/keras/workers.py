@@ -108,7 +108,7 @@ class WorkersEngine(SplitEngine):
 
     def _count_all(self, data: Any, size: Any) -> Any:
         def local(data: Any) -> Any:
-            return self._total(self._runner.counts, self._batch(data), size)
+            return self._counts(self._batch(data), size)
 
         return self._runner.strategy.run(local, args=(data,))
 

@@ -11,9 +11,15 @@ import tensorflow as tf
 
 from bigbatch.core.window import AccumulationSteps, is_full, window_length
 from bigbatch.errors import ContextError, explain
-from bigbatch.tf.checks import checked_gradients, checked_variables, checked_weight
+from bigbatch.tf.checks import (
+    checked_among,
+    checked_gradients,
+    checked_variables,
+    checked_weight,
+)
 from bigbatch.tf.compat import outside_strategy_scope
 from bigbatch.tf.optimizers import adapted
+from bigbatch.tf.sparse_rows import has_repeated_rows
 from bigbatch.tf.window import GradientWindow
 
 _unconverted = tf.autograph.experimental.do_not_convert
@@ -57,6 +63,12 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         accumulation_steps: micro-batches per update: a positive integer, a function from
             the number of updates made to one (a batch-size schedule), or `None`: only
             `flush` updates.
+        repeated_rows: variables whose sparse gradients have the same rows in every micro-batch,
+            such as a table of positions, looked up by numbers that do not come from the data.
+            Such rows are summed; rows that samples have looked up are listed, one for each, as
+            the full batch has them. Inside a `tf.function` whose arguments have a batch size of
+            `None` the graph tells, and this is not needed. Eagerly nothing tells: equal rows
+            prove nothing, as micro-batches may hold the same tokens.
 
     Example:
         >>> import tensorflow as tf
@@ -81,11 +93,13 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         variables: Iterable[Any],
         *,
         accumulation_steps: AccumulationSteps = None,
+        repeated_rows: Iterable[Any] = (),
     ) -> None:
         first_length = window_length(accumulation_steps, updates=0)
         self._accumulation_steps = accumulation_steps
         self._variables = checked_variables(variables)
         self._optimizer = adapted(optimizer, self._variables)
+        self._repeated = checked_among(repeated_rows, self._variables)
         self._window = GradientWindow(self._variables, first_length)
         self._graphs: dict[Any, Any] = {}
 
@@ -144,7 +158,11 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         """
         self._window.refuse_wrong_replica()
         gradients = checked_gradients(gradients, self._variables)
-        self._window.add(gradients, checked_weight(weight))
+        repeated = [
+            given or has_repeated_rows(gradient)
+            for given, gradient in zip(self._repeated, gradients)
+        ]
+        self._window.add(gradients, checked_weight(weight), repeated)
 
     @_unconverted
     def apply_when_full(self) -> Any:

@@ -9,9 +9,9 @@ import tensorflow as tf
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch
+from bigbatch.tf.dependence import changed_in
 from bigbatch.tf.memory import Memory
 from bigbatch.tf.trial import largest_that_fits, not_even_one, warn_of_smaller_size
-from bigbatch.tf.two_passes import changed_in
 
 AUTO = "auto"
 """The micro-batch size that stands for the largest that fits the device."""

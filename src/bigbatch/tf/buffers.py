@@ -85,10 +85,18 @@ class GradientBuffer:
             return gradient
         return tf.ensure_shape(gradient, self.shape)
 
-    def add(self, gradient: Any, weight: Any = None, window_length: Any = UNBOUNDED) -> Any:
+    def add(
+        self,
+        gradient: Any,
+        weight: Any = None,
+        window_length: Any = UNBOUNDED,
+        *,
+        is_repeated: bool = False,
+    ) -> Any:
         """Add `weight * gradient`; a weight of zero adds nothing, even of a NaN.
 
-        `window_length` is the variable that holds how many micro-batches a window has.
+        `window_length` is the variable that holds how many micro-batches a window has. Rows
+        that are repeated in every micro-batch are added to those of the first.
 
         Returns:
             In a graph, what is there when it is done.
@@ -104,7 +112,14 @@ class GradientBuffer:
         if weight is not None:
             value = tf.math.multiply_no_nan(value, weight)
         if rows:
-            return self._append(value, tf.cast(gradient.indices, tf.int64), window_length)
+            indices = tf.cast(gradient.indices, tf.int64)
+            if not is_repeated:
+                return self._append(value, indices, window_length)
+            return tf.cond(
+                tf.equal(self._used.read_value(), 0),
+                lambda: _true_after(self._append(value, indices, window_length)),
+                lambda: _true_after(self._add_to_first(value, indices)),
+            )
         self.allocate()
         return add_to(self._sum, value)
 
@@ -191,6 +206,20 @@ class GradientBuffer:
         with tf.control_dependencies(changes if not tf.executing_eagerly() else []):
             return self._used.assign_add(count, read_value=False)
 
+    def _add_to_first(self, values: Any, indices: Any) -> Any:
+        """Add rows to those that the first micro-batch of the window has put down."""
+        first = self._indices.read_value()[: tf.shape(indices)[0]]
+        check = tf.debugging.assert_equal(
+            first,
+            indices,
+            message="bigbatch: repeated_rows that are not those of the first "
+            "micro-batch of the window",
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.raw_ops.ResourceScatterAdd(
+                resource=self._values.handle, indices=tf.range(tf.size(indices)), updates=values
+            )
+
     def _prepare_compiled(self, rows: int | None, window_length: Any) -> None:
         """XLA cannot change the shape of a variable: make room while tracing."""
         with tf.init_scope():
@@ -223,3 +252,9 @@ class GradientBuffer:
             return True
 
         tf.cond(rows > capacity, grow, lambda: False)
+
+
+def _true_after(change: Any) -> Any:
+    """Return what a branch returns that has changed something."""
+    with tf.control_dependencies([] if tf.executing_eagerly() else [change]):
+        return tf.constant(True)

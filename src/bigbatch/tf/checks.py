@@ -26,6 +26,23 @@ def checked_variables(variables: Iterable[Any]) -> list[Any]:
     return found
 
 
+def checked_among(some: Iterable[Any], variables: list[Any]) -> list[bool]:
+    """Return for each of `variables` whether it is one of `some`, which all must be."""
+    some = list(some)
+    known = {id(variable) for variable in variables}
+    unknown = [one for one in some if id(one) not in known]
+    if unknown:
+        raise ArgumentError(
+            explain(
+                received=f"repeated_rows with {unknown[0]!r}",
+                expected="some of the variables whose gradients are accumulated",
+                fix="pass the same objects as in variables, for example "
+                "repeated_rows=[positions.embeddings]",
+            )
+        )
+    return [any(variable is one for one in some) for variable in variables]
+
+
 def checked_optimizer(optimizer: Any) -> Any:
     """Return the optimizer, if it is one."""
     if not callable(getattr(optimizer, "apply_gradients", None)):

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from typing import Any, Callable, Iterator
 
 import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.ops import control_flow_util, resource_variable_ops
+from tensorflow.python.ops import (
+    control_flow_util,
+    control_flow_v2_func_graphs,
+    gen_stateless_random_ops,
+    gen_stateless_random_ops_v2,
+    resource_variable_ops,
+)
 
 
 def like_the_caller(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,6 +34,25 @@ def under_xla() -> bool:
     return not tf.executing_eagerly() and bool(
         control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     )
+
+
+def function_graph(graph: Any, call: Any, name: str = "f") -> Any:
+    """Return the graph of a function that an operation calls; `None` if it is unknown.
+
+    `name` is that of the operation's attribute: "f", or a branch.
+    """
+    while graph is not None:
+        function = graph._get_function(call.get_attr(name).name)
+        if function is not None:
+            return getattr(function, "graph", None)
+        graph = getattr(graph, "outer_graph", None)
+    return None
+
+
+def is_branch(graph: Any) -> bool:
+    """Say whether a graph is a branch of `tf.cond` or the body of `tf.while_loop`."""
+    kinds = control_flow_v2_func_graphs
+    return isinstance(graph, (kinds.CondBranchFuncGraph, kinds.WhileBodyFuncGraph))
 
 
 def is_compiled(function: Callable[..., Any]) -> bool:
@@ -68,3 +95,61 @@ def memory_limits() -> dict[str, int]:
         device.name.split("device:")[-1]: device.memory_limit
         for device in device_lib.list_local_devices()
     }
+
+
+PHILOX = (1, 3)
+"""The algorithms with a counter of 128 bits: Philox, and the choice of the device."""
+
+DRAWS_BY_ROW = (
+    "stateless_random_uniform_v2",
+    "stateless_random_normal_v2",
+    "stateless_random_uniform_int_v2",
+    "stateless_random_uniform_full_int_v2",
+)
+"""Operations that take the same count of random bits for every number they draw."""
+
+_OTHER_DRAWS = ("stateless_truncated_normal_v2", "stateless_random_gamma_v3")
+_DRAWS_BY_SEED = (
+    "stateless_multinomial",
+    "stateless_random_binomial",
+    "stateless_random_poisson",
+    "stateless_parameterized_truncated_normal",
+    "stateless_random_gamma_v2",
+)
+_DRAWS = {
+    name: (module, getattr(module, name))
+    for module, names in (
+        (gen_stateless_random_ops_v2, (*DRAWS_BY_ROW, *_OTHER_DRAWS)),
+        (gen_stateless_random_ops, _DRAWS_BY_SEED),
+    )
+    for name in names
+    if hasattr(module, name)  # TensorFlow 2.10 has no such gamma draw
+}
+_draws_lock = threading.Lock()
+_draws_replaced = 0
+
+
+def drawing_operation(name: str) -> Callable[..., Any]:
+    """Return the operation of TensorFlow that draws random numbers, by name."""
+    return _DRAWS[name][1]
+
+
+@contextlib.contextmanager
+def replaced_draws(draw: Callable[..., Any]) -> Iterator[None]:
+    """Return a block in which `draw(name, ...)` is called in place of drawing operations.
+
+    It is called in all threads, and blocks of several threads may overlap.
+    """
+    global _draws_replaced
+    with _draws_lock:
+        _draws_replaced += 1
+        for name, (module, _) in _DRAWS.items():
+            setattr(module, name, functools.partial(draw, name))
+    try:
+        yield
+    finally:
+        with _draws_lock:
+            _draws_replaced -= 1
+            if not _draws_replaced:
+                for name, (module, operation) in _DRAWS.items():
+                    setattr(module, name, operation)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import tensorflow as tf
 
 from bigbatch.tf.batch import Batch
-from bigbatch.tf.buffers import GradientBuffer
+from bigbatch.tf.buffers import GradientBuffer, local_variable
 from bigbatch.tf.joined import Joined
-from bigbatch.tf.microbatches import single
+from bigbatch.tf.microbatches import Trace, single
+from bigbatch.tf.sparse_rows import SparseRows
 from bigbatch.tf.values import flattened, packed
 
 
@@ -24,6 +25,8 @@ class RunningTotal:
         compute: takes data, returns a nest of tensors, `IndexedSlices` and `None`.
         run_eagerly: whether to leave everything to Python.
         jit_compile: whether XLA compiles `compute`.
+        kept: variables that every call changes, whatever their new value depends on.
+        trace: traces `compute` if it runs eagerly.
     """
 
     def __init__(
@@ -33,16 +36,32 @@ class RunningTotal:
         *,
         run_eagerly: bool,
         jit_compile: bool | None,
+        kept: Iterable[Any] = (),
+        trace: Trace | None = None,
     ) -> None:
         self._strategy = strategy
         self._kinds: Any = None
         self._specs: Any = None
         self._buffers: Any = None
-        self._joined = joined = Joined(compute)
+        self._joined = Joined(compute)
+        self._rows = rows = SparseRows(self._joined)
+        self.once: dict[int, Any] = {}
+        """The variables that change once per sum: in the same way for any data. By `id`."""
+        with strategy.scope():
+            self._samples = local_variable(tf.zeros([], tf.int64))
+            self._calls = local_variable(tf.zeros([], tf.int64))
+        kept = list(kept)
 
         def local(data: Any) -> list[Any]:
             batch = Batch((data,), may_be_empty=strategy.num_replicas_in_sync > 1)
-            results = single(joined, batch, jit_compile=jit_compile)
+            start = self._samples.read_value()
+            results, once = single(
+                rows, batch, start, jit_compile=jit_compile, kept=kept, trace=trace
+            )
+            self.once.update((id(variable), variable) for variable in once)
+            count = tf.cast(batch.count, tf.int64)
+            self._samples.assign_add(count)
+            self._calls.assign_add(tf.sign(count))
             tensors, self._kinds = flattened(results)
             self._specs = tf.nest.map_structure(_spec, results)
             return tensors
@@ -70,6 +89,8 @@ class RunningTotal:
 
     def add(self, data: Any, *, is_first: bool) -> None:
         """Add `compute(data)`, or start over with it. Called outside `strategy.run`."""
+        if is_first:
+            self._strategy.run(self._begin)
         tensors = self._compute(data)
         self._make_buffers()
 
@@ -95,7 +116,13 @@ class RunningTotal:
                 for nest in (buffers, kinds)
             )
         sums = tf.nest.map_structure(lambda b, kind: b and b.value(kind), buffers, kinds)
+        if not names:  # which are of numbers, not of rows
+            sums = self._rows.together(sums, self._calls.read_value())
         return self._joined.parted(sums, *names)
+
+    def _begin(self) -> None:
+        for variable in (self._samples, self._calls):
+            variable.assign(tf.zeros([], tf.int64))
 
     def _make_buffers(self) -> None:
         if self._buffers is None:

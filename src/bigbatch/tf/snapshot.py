@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -24,9 +24,11 @@ class Snapshot:
     def __init__(self, variables: Iterable[Any]) -> None:
         local = tf.distribute.get_strategy().experimental_local_results
         self._pairs = []
+        self._replicas: dict[int, int] = {}
         for variable in variables:
             copy = local_variable(tf.zeros(variable.shape, variable.dtype), summed=False)
             self._pairs += zip(local(variable), local(copy))
+            self._replicas.update((id(v), i) for i, v in enumerate(local(variable)))
         self._phase = local(local_variable(tf.constant(_NONE), summed=False))[0]
 
     @contextlib.contextmanager
@@ -48,6 +50,27 @@ class Snapshot:
         """
         with outside_strategy_scope(), after(results):
             return after([self._phase.assign(_DROPPED)])
+
+    @property
+    def ids(self) -> set[int]:
+        """The `id` of every variable that is kept, on each replica."""
+        return {id(variable) for variable, _ in self._pairs}
+
+    def put_back(self, variables: dict[int, Any], samples: Sequence[Any]) -> None:
+        """Give some variables the values that were taken; in a graph.
+
+        Args:
+            variables: which ones, by `id`.
+            samples: how many samples each replica of this process has: without any, its
+                variables are left alone.
+        """
+        with outside_strategy_scope():
+            for variable, copy in self._pairs:
+                if id(variable) in variables:
+                    value, replica = copy.read_value(), self._replicas[id(variable)]
+                    if len(samples) > 1:
+                        value = tf.where(samples[replica] > 0, value, variable.read_value())
+                    variable.assign(value)
 
     @property
     def is_dropped(self) -> bool:

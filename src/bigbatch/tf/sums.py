@@ -34,6 +34,11 @@ class DenseSum:
         """Whether anything is added in this batch, or has been traced to be."""
 
     @property
+    def variable(self) -> Any:
+        """The variable that holds it."""
+        return self._sum
+
+    @property
     def bytes(self) -> int:
         """What it takes while it is open."""
         return self.dtype.size * self.shape.num_elements()
@@ -108,6 +113,11 @@ class DenseSums:
                 key = _place_of(variable) if self._joins else id(variable)
                 places.setdefault(key, []).append(variable)
         self._places += map(_Place, places.values())
+
+    @property
+    def all(self) -> list[DenseSum]:
+        """All tensors there are, whether they take memory or not."""
+        return [place.sum for place in self._places]
 
     @property
     def used(self) -> list[DenseSum]:

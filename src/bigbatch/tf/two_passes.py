@@ -6,17 +6,15 @@ gradient of any of them is known: the first pass gives outputs, the second gradi
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import tensorflow as tf
 
 from bigbatch.errors import ContextError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch
+from bigbatch.tf.dependence import DRAWS_ANEW, changed_in
 from bigbatch.tf.microbatches import total
-
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
-_NOT_REPLAYABLE = ("Random", "TruncatedNormal", "ParameterizedTruncatedNormal", "Multinomial")
 
 
 def rows(output: Any) -> Any:
@@ -51,11 +49,17 @@ class TwoPasses:
         batch: the samples.
         microbatch_size: samples per micro-batch; the last one may be smaller.
         jit_compile: whether XLA compiles a micro-batch, in a graph.
+        kept: variables that every micro-batch changes, such as metrics.
     """
 
     def __init__(
-        self, batch: Batch, microbatch_size: Any, jit_compile: bool | None = None
+        self,
+        batch: Batch,
+        microbatch_size: Any,
+        jit_compile: bool | None = None,
+        kept: Iterable[Any] = (),
     ) -> None:
+        self._kept = list(kept)
         self._batch = batch
         self._size = microbatch_size
         self._jit_compile = jit_compile
@@ -73,9 +77,7 @@ class TwoPasses:
             self._changed = changed_in(graph)
             self._before = [variable.read_value() for variable in self._changed]
 
-        return total(
-            forward, self._batch, self._size, jit_compile=self._jit_compile, begin=begin
-        )
+        return self._total(forward, self._batch, begin)
 
     def second(
         self,
@@ -95,26 +97,19 @@ class TwoPasses:
             variable.assign(value)
         arguments = self._batch.arguments(self._batch.leaves)
         batch = Batch((list(seeds), *arguments), may_be_empty=self._batch.may_be_empty)
-        sums = total(compute, batch, self._size, jit_compile=self._jit_compile, begin=begin)
+        sums = self._total(compute, batch, begin)
         for variable, value in zip(self._changed, after):
             variable.assign(value)
         return sums
 
-
-def changed_in(graph: Any) -> list[Any]:
-    """Return the variables that a graph may change: does anything else than read."""
-    inside = {id(outer): inner for outer, inner in graph.captures}
-    return [
-        variable
-        for variable in graph.variables
-        if id(variable.handle) in inside
-        and any(op.type not in _READS for op in inside[id(variable.handle)].consumers())
-    ]
+    def _total(self, compute: Any, batch: Batch, begin: Callable[[Any], None]) -> Any:
+        options: dict[str, Any] = {"jit_compile": self._jit_compile, "kept": self._kept}
+        return total(compute, batch, self._size, begin=begin, **options)
 
 
 def _check_random(graph: Any) -> None:
     for op in graph.get_operations():
-        if op.op_def.is_stateful and op.type.startswith(_NOT_REPLAYABLE):
+        if op.op_def.is_stateful and op.type.startswith(DRAWS_ANEW):
             raise ContextError(
                 explain(
                     received=f"a forward pass with the random operation {op.name!r} "

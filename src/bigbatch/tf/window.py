@@ -49,8 +49,14 @@ class GradientWindow:
         """Raise if the calling code is not where this window's gradients come from."""
         replicas.refuse_elsewhere(self._scope)
 
-    def add(self, gradients: list[Any], weight: Any) -> None:
-        """Add one micro-batch on this replica; the arguments have been checked."""
+    def add(self, gradients: list[Any], weight: Any, repeated: list[bool]) -> None:
+        """Add one micro-batch on this replica; the arguments have been checked.
+
+        Args:
+            gradients: one for each variable.
+            weight: what the micro-batch counts for.
+            repeated: for each variable, whether every micro-batch has the same rows.
+        """
         kinds = tuple(kind_of(gradient) for gradient in gradients)
         self._kinds_seen.add(kinds)
         pairs = list(zip(self._buffers, gradients))
@@ -65,8 +71,8 @@ class GradientWindow:
                 asserted.append(ensured.values if kind_of(ensured) == ROWS else ensured)
         with tf.control_dependencies(asserted):
             changes = [
-                buffer.add(gradient, factor, self.length)
-                for buffer, gradient in zip(self._buffers, gradients)
+                buffer.add(gradient, factor, self.length, is_repeated=is_repeated)
+                for buffer, gradient, is_repeated in zip(self._buffers, gradients, repeated)
                 if gradient is not None
             ]
             self._kinds.assign(tf.bitwise.bitwise_or(self._kinds.read_value(), list(kinds)))

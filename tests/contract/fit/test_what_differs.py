@@ -1,4 +1,4 @@
-"""What cannot be equal in `fit`, batch normalisation and dropout, and what is all the same."""
+"""What cannot be equal in `fit`, batch normalisation and some draws, and what is equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from comparison import check_same_models
 from fit_cases import BATCH, DENSE_X, MODES, TOKENS, Case, rng
 
 from problems import TOLERANCE, largest_difference
-from stack import HAS_RENORM, IS_KERAS_2_10, keras
+from stack import HAS_RENORM, IS_KERAS_2_10, IS_KERAS_3, keras
 
 X = 5 + 3 * DENSE_X  # a mean that is not zero
 EPOCHS = {"epochs": 4}  # with a ragged tail in each
@@ -179,11 +179,21 @@ def test_statistics_are_valid_in_the_middle_of_a_window():
     assert np.array_equal(seen[steps - 1], seen[2 * steps - 2])
 
 
-def test_dropout_draws_differ(mode):
-    def make():
-        return keras.Sequential([keras.Input((5,)), layers.Dropout(0.5), layers.Dense(3)])
+@pytest.mark.skipif(not IS_KERAS_3, reason="nothing is drawn by the rows there")
+def test_truncated_draws_differ(mode):
+    """They take a varying count of random numbers: rows cannot be told apart."""
 
-    case = Case(make)
+    class Truncated(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed_generator = keras.random.SeedGenerator(1)
+
+        def call(self, x):
+            return x + keras.random.truncated_normal(
+                keras.ops.shape(x), seed=self.seed_generator
+            )
+
+    case = Case(lambda: keras.Sequential([keras.Input((5,)), Truncated(), layers.Dense(3)]))
     assert largest_difference(case.accumulate(mode).model, case.train().model) > 1e-4
 
 
