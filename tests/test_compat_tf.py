@@ -135,3 +135,57 @@ def test_a_compiled_function_says_so():
         found = compat.is_compiled(function)
         assert found == bool(jit_compile), "adapt src/bigbatch/tf/compat.py"
     assert not compat.is_compiled(lambda: 1.0)
+
+
+def test_the_graph_of_a_function_that_is_called():
+    inner = tf.function(lambda x: x + 1.0)
+    graph = tf.function(lambda x: inner(x)).get_concrete_function(tf.TensorSpec([])).graph
+    (call,) = [op for op in graph.get_operations() if "PartitionedCall" in op.type]
+    assert "AddV2" in [op.type for op in compat.function_graph(graph, call).get_operations()]
+
+
+def test_branches_are_told_from_functions():
+    found = []
+
+    def note():
+        found.append(compat.is_branch(tf.compat.v1.get_default_graph()))
+        return tf.constant(1.0)
+
+    def both(x):
+        tf.cond(x > 0, note, note)
+        return tf.function(note)()
+
+    tf.function(both, autograph=False).get_concrete_function(tf.TensorSpec([]))
+    assert found == [True, True, False]
+
+
+def test_every_stateless_draw_passes_through_the_replacement_and_back():
+    seed = tf.constant([1, 2])
+    draws = {
+        "stateless_random_uniform_v2": lambda: tf.random.stateless_uniform([2], seed),
+        "stateless_random_normal_v2": lambda: tf.random.stateless_normal([2], seed),
+        "stateless_random_uniform_int_v2": lambda: tf.random.stateless_uniform(
+            [2], seed, minval=0, maxval=9, dtype=tf.int32
+        ),
+        "stateless_truncated_normal_v2": lambda: tf.random.stateless_truncated_normal(
+            [2], seed
+        ),
+        "stateless_multinomial": lambda: tf.random.stateless_categorical(
+            tf.zeros([1, 3]), 2, seed
+        ),
+    }
+    names = []
+
+    def noted(operation, *args, **options):
+        names.append(operation)
+        return compat.drawing_operation(operation)(*args, **options)
+
+    before = [draw().numpy() for draw in draws.values()]
+    with compat.replaced_draws(noted):
+        inside = [draw().numpy() for draw in draws.values()]
+    assert names == list(draws)
+    after = [draw().numpy() for draw in draws.values()]
+    assert names == list(draws)  # none is replaced any more
+    for one, two, three in zip(before, inside, after):
+        assert (one == two).all()
+        assert (one == three).all()

@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,13 @@ class Outcomes:
         self.of: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        name = re.sub("0x[0-9a-f]+", "0x", report.nodeid)  # addresses differ from run to run
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             text = crash.message if crash else str(report.longrepr)
-            self.of[report.nodeid] = f"failed: {text.strip().splitlines()[0][:200]}"
+            self.of[name] = f"failed: {text.strip().splitlines()[0][:200]}"
         elif report.when == "call" or report.skipped:
-            self.of.setdefault(report.nodeid, report.outcome)
+            self.of.setdefault(name, report.outcome)
 
     def pytest_sessionfinish(self) -> None:
         file = os.environ.get("BIGBATCH_OUTCOMES")
