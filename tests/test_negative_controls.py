@@ -57,7 +57,9 @@ def test_a_mistake_that_is_not_seen_is_reported(monkeypatch):
 def mean_of_means(monkeypatch):
     add = GradientWindow.add
     one = tf.constant(1.0, tf.float64)
-    monkeypatch.setattr(GradientWindow, "add", lambda self, gs, weight: add(self, gs, one))
+    monkeypatch.setattr(
+        GradientWindow, "add", lambda self, gs, weight, repeated: add(self, gs, one, repeated)
+    )
 
 
 def missing_reset(monkeypatch):

@@ -207,7 +207,7 @@ class Counts(layers.Layer):
         self.calls = self.add_weight(shape=(), trainable=False, initializer="zeros")
 
     def call(self, inputs):
-        self.calls.assign_add(1.0)
+        self.calls.assign_add(tf.reduce_max(inputs))  # of the samples at hand
         return inputs
 
 

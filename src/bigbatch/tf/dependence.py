@@ -118,42 +118,44 @@ class Dependence:
         while True:  # a variable may be changed by the value of another one
             self._known, self._called = {}, {}
             handles = {id(inside[id(variable.handle)]) for variable in left}
-            left = [v for v in left if not any(self._written(inside[id(v.handle)]))]
+            left = [v for v in left if not any(self.written(inside[id(v.handle)]))]
             if len(left) == len(handles):
                 return left
             self._changed |= handles - {id(inside[id(variable.handle)]) for variable in left}
 
-    def _written(self, handle: Any) -> Iterator[bool]:
+    def written(self, handle: Any) -> Iterator[bool]:
         """Yield, for each operation that changes a variable, whether it depends on samples."""
         for op in handle.consumers():
             if op.type in _ASSIGNMENTS:
                 yield self.of(op.inputs[1])
             elif op.type in _CALLS:
                 called = self._call(op)
-                if called is None or called._draws():
+                if called is None or called.draws():
                     yield True  # numbers that would be the same again
                     continue
-                yield from called._written_as(handle, op.inputs)
+                yield from called.written_as(handle, op.inputs)
             elif op.type in _BRANCHES:
                 yield self.of(op.inputs[0])  # whether it is taken
                 for name in ("then_branch", "else_branch"):
                     graph = function_graph(self.graph, op, name)
                     branch = graph and Dependence(graph, self, op.inputs[1:])
-                    yield from branch._written_as(handle, op.inputs[1:]) if branch else [True]
+                    yield from branch.written_as(handle, op.inputs[1:]) if branch else [True]
+            elif op.type == "RngReadAndSkip":  # a `tf.random.Generator`
+                yield self.of(op.inputs[2])
             elif op.type not in _READS:
                 yield True
 
-    def _written_as(self, handle: Any, arguments: Sequence[Any]) -> Iterator[bool]:
-        """Yield what `_written` does, for a variable that is an argument of this graph."""
+    def written_as(self, handle: Any, arguments: Sequence[Any]) -> Iterator[bool]:
+        """Yield what `written` does, for a variable that is an argument of this graph."""
         for inner, outer in zip(self.graph.inputs, arguments):
             if outer is handle:
-                yield from self._written(inner)
+                yield from self.written(inner)
 
-    def _draws(self) -> bool:
+    def draws(self) -> bool:
         """Say whether random numbers are drawn in this graph or in a function it calls."""
         for op in self.graph.get_operations():
             called = self._call(op) if op.type in _CALLS else None
-            if op.type.startswith("Stateless") or (called is not None and called._draws()):
+            if op.type.startswith("Stateless") or (called is not None and called.draws()):
                 return True
         return False
 
@@ -166,7 +168,7 @@ class Dependence:
             return False
         if op.type == "Size":
             return self._dimension(op.inputs[0], 0)
-        if op.type in _READS and self._is_changed(op.inputs[0]):
+        if op.type in _READS and self.is_changed(op.inputs[0]):
             return True
         if op.type in _DATA or (op.op_def.is_stateful and op.type.startswith(DRAWS_ANEW)):
             return True  # other values whenever it runs
@@ -190,12 +192,12 @@ class Dependence:
             return self._sources[id(tensor)]
         return next((outer for outer, inner in self.graph.captures if inner is tensor), None)
 
-    def _is_changed(self, handle: Any) -> bool:
+    def is_changed(self, handle: Any) -> bool:
         """Say whether a variable has a value that depends on samples."""
         if self._outer is None:
             return id(handle) in self._changed
         source = self._source(handle)
-        return source is not None and self._outer._is_changed(source)
+        return source is not None and self._outer.is_changed(source)
 
     def _call(self, op: Any) -> Dependence | None:
         """Return the answers for the graph of a function that is called."""

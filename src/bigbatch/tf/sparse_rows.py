@@ -38,8 +38,8 @@ class SparseRows:
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self._compute = compute
-        # What the results have turned out to be, known when they have been traced.
-        self._parts: list[list[_Part]] = []
+        self.parts: list[list[_Part]] = []
+        """The parts of each sparse result, known when it has been traced."""
         self._structure: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -48,7 +48,7 @@ class SparseRows:
 
     def told_by(self, traced: SparseRows | None) -> None:
         """Know of the results what a trace of the same function has told, or nothing."""
-        self._parts = traced._parts if traced else []
+        self.parts = traced.parts if traced else []
 
     def parted(self, results: Any) -> Any:
         """Return results with a list of parts for each `IndexedSlices`."""
@@ -58,16 +58,16 @@ class SparseRows:
         here = running()
         if here is not None and here.dependence is not None:
             dependence = here.dependence
-            counts, self._parts = [], []
+            counts, self.parts = [], []
             for leaf in sparse:
                 indices, parts = _parts_of(leaf.indices, dependence)
                 counts.append([tf.shape(one)[0] for one in indices])
-                self._parts.append(parts)
+                self.parts.append(parts)
         else:
-            if len(self._parts) != len(sparse):  # run eagerly, and no trace has told
-                self._parts = [[_Part(False, None)] for _ in sparse]
-            self._parts = [_apart(parts) for parts in self._parts]
-            counts = [_counts(*pair) for pair in zip(sparse, self._parts)]
+            if len(self.parts) != len(sparse):  # run eagerly, and no trace has told
+                self.parts = [[_Part(False, None)] for _ in sparse]
+            self.parts = [_apart(parts) for parts in self.parts]
+            counts = [_counts(*pair) for pair in zip(sparse, self.parts)]
         each = iter(counts)
         cut = [
             _cut(leaf, next(each)) if isinstance(leaf, tf.IndexedSlices) else leaf
@@ -82,7 +82,7 @@ class SparseRows:
             sums: what this returned, with rows one after another and the rest added up.
             microbatches: how many micro-batches have given rows.
         """
-        left, told = iter(tf.nest.flatten(sums)), iter(self._parts)
+        left, told = iter(tf.nest.flatten(sums)), iter(self.parts)
         whole = []
         for kind in tf.nest.flatten(self._structure):
             if kind == ROWS:

@@ -14,7 +14,7 @@ from bigbatch.errors import ContextError, explain
 from bigbatch.tf import replicas
 from bigbatch.tf.batch import Batch
 from bigbatch.tf.dependence import DRAWS_ANEW, changed_in
-from bigbatch.tf.microbatches import total
+from bigbatch.tf.microbatches import Trace, total
 
 
 def rows(output: Any) -> Any:
@@ -104,6 +104,7 @@ class TwoPasses:
 
     def _total(self, compute: Any, batch: Batch, begin: Callable[[Any], None]) -> Any:
         options: dict[str, Any] = {"jit_compile": self._jit_compile, "kept": self._kept}
+        options["trace"] = Trace()
         return total(compute, batch, self._size, begin=begin, **options)
 
 
