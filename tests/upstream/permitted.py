@@ -58,6 +58,20 @@ PERMITTED: tuple[Permitted, ...] = (
         BY_DESIGN,
     ),
     Permitted(
+        "callbacks/*BackupAndRestoreCallbackTest::test_b*",
+        ("window",),
+        "The test counts the calls of a layer by batches of the data set; in window mode state "
+        "that does not depend on samples changes once per update.",
+        BY_DESIGN,
+    ),
+    Permitted(
+        "callbacks/*test_model_state_is_current_on_epoch_end",
+        ("window",),
+        "The test counts the calls of a model by batches of the data set; in window mode state "
+        "that does not depend on samples changes once per update.",
+        BY_DESIGN,
+    ),
+    Permitted(
         "trainers/*test_max_epochs_and_steps",
         ("window",),
         "The test counts batches, of which window mode has more.",
