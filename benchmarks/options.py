@@ -11,7 +11,6 @@ import bigbatch
 from benchmarks.candidates import MICROBATCH, Split
 from benchmarks.measuring import Settings, mean_ratio, table, warm_up, with_models, write
 from benchmarks.work import Work
-from bigbatch.core.noise import ALL_OF_FIRST, ONE_IN
 
 K = 8
 MODELS = {"tiny": 12, "transformer": 4, "wide": 10, "convolutional": 10}
@@ -37,8 +36,7 @@ def run(settings: Settings) -> None:
     rows = []
     for work in settings.works("tiny", "transformer", "wide", "convolutional"):
         keras.utils.set_random_seed(0)
-        # As many that every round has the same part of updates that are looked at.
-        x, y = work.data(MICROBATCH * K * max(work.updates, ONE_IN))
+        x, y = work.data(MICROBATCH * K * work.updates)
         make = functools.partial(_runs, work, x, y)
         times = with_models(make, MODELS.get(work.name, 1), settings.rounds)
         plain, auto = (kind(work, False).run(x, y, K) for kind in (Split, Auto))
@@ -52,9 +50,8 @@ def run(settings: Settings) -> None:
         f"Split mode, micro-batches of {MICROBATCH}, k = {K}: time per update relative to the "
         "same without, mean and standard error over several models each ("
         + ", ".join(f"{name}: {count}" for name, count in MODELS.items())
-        + f"). `NoiseScale` has seen its first {ALL_OF_FIRST} updates and looks at one in "
-        f"{ONE_IN}. For `auto`: the first epoch, in which it tries sizes, relative to the "
-        "first epoch of a fixed size; both trace."
+        + "). For `auto`: the first epoch, in which it tries sizes, relative to the first "
+        "epoch of a fixed size; both trace."
     ]
     write(settings, "options", "What options cost", table(headings, rows), notes)
 
@@ -69,6 +66,4 @@ def _runs(work: Work, x: Any, y: Any) -> dict[str, Any]:
     }
     if work.name != "convolutional":  # BatchNormalization lets samples meet
         candidates["coupled=True"] = Coupled(work, False)
-    while noise.estimate.updates < ALL_OF_FIRST:
-        candidates["NoiseScale"].run(x, y, K)
     return {name: functools.partial(one.run, x, y, K) for name, one in candidates.items()}

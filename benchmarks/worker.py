@@ -17,7 +17,7 @@ import tensorflow as tf
 import bigbatch
 from benchmarks.candidates import MICROBATCH
 from benchmarks.work import WORK, loss, time_of_epoch, wide
-from bigbatch.tf.compat import outside_strategy_scope
+from bigbatch.backends.tensorflow.compat import outside_strategy_scope
 
 UPDATES = 4
 SIZES = [2**10, 2**16, 2**20, 2**22, 2**24]
@@ -81,9 +81,10 @@ def accumulated(k: int, repeats: int) -> dict[str, float]:
     model = bigbatch.accumulate(make_model(), microbatch_size=MICROBATCH)
     batches = data(k)
     seconds, size = measured(lambda: time_of_epoch(model, batches), repeats)
-    engine = vars(model)["_bigbatch_hooks"].engine
+    phases = vars(model)["_bigbatch_hooks"].trainer.phases
     iterator = iter(STRATEGY.experimental_distribute_dataset(batches))
-    graph = engine._on_iterator.get_concrete_function(iterator, 1).graph.as_graph_def()
+    size = tf.constant(MICROBATCH)
+    graph = phases.train_next.get_concrete_function(iterator, 1, size).graph.as_graph_def()
     return {
         "seconds": seconds / UPDATES,
         "bytes": size / UPDATES,

@@ -65,7 +65,10 @@ def _by_name(variables: Iterable[Any]) -> dict[str, np.ndarray]:
     """Return values by position and name, without the numbers that Keras adds to names."""
     named = {}
     for index, variable in enumerate(variables):
-        name = re.sub(r"_\d+(?=[_/:]|$)", "", getattr(variable, "path", variable.name))
+        name = getattr(variable, "path", None)
+        if name is None:  # Keras 2, where a name begins with the scope of who made it
+            name = variable.name.split("/")[-1]
+        name = re.sub(r"_\d+(?=[_/:]|$)", "", name)
         named[f"{index}/{name}"] = np.array(variable.numpy())
     return named
 
@@ -103,6 +106,8 @@ class Fitted:
 def training_of(model: Any, history: dict[str, Any], warnings: Iterable[str] = ()) -> Training:
     """Return everything that a training has left behind."""
     metrics = {id(variable) for one in model.metrics for variable in one.variables}
+    for one in optimizers_of(model):
+        _ = one.iterations  # which Keras 2.10 makes when it is first asked for
     states = [one for one in model.non_trainable_variables if id(one) not in metrics]
     return Training(
         weights=_by_name(model.trainable_variables),

@@ -10,7 +10,8 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-from bigbatch.keras import compat, keras2
+from bigbatch.backends import keras as compat
+from bigbatch.backends.keras2 import backend as keras2
 from comparison import check_same
 from fit_cases import MODES, Case
 
@@ -20,7 +21,7 @@ from stack import IS_KERAS_3, keras
 if IS_KERAS_3:
     keras = pytest.importorskip("tf_keras")
 
-ADAPT = "adapt src/bigbatch/keras/keras2.py to this version of Keras 2"
+ADAPT = "adapt src/bigbatch/backends/keras2/ to this version of Keras 2"
 
 
 def model_and_data(*layers, loss="mse", **options):
@@ -30,7 +31,7 @@ def model_and_data(*layers, loss="mse", **options):
 
 
 def known(model):
-    found = compat.keras_of(model)
+    found = compat.backend_of(model)
     assert isinstance(found, keras2.Keras2)
     return found
 
@@ -45,7 +46,7 @@ def test_a_model_is_built_before_it_is_trained():
     assert known(model).batches_per_call(model) == 1, ADAPT
     assert not known(model).jit_compile(model), ADAPT
     assert int(model._train_counter) == 0, ADAPT
-    assert not known(model).has_own_train_step(model)
+    assert not known(model).has_custom_train_step(model)
 
 
 def test_a_model_that_is_built_by_its_first_batch(capsys):

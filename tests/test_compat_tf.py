@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from bigbatch.tf import compat
-from bigbatch.tf.keras2_optimizers import Keras2Optimizer, LegacyKeras2Optimizer
-from bigbatch.tf.keras3_optimizers import Keras3Optimizer
-from bigbatch.tf.optimizers import adapted
-from bigbatch.tf.v1_optimizers import V1Optimizer
+from bigbatch.backends.tensorflow import compat
+from bigbatch.backends.tensorflow.keras2_optimizers import (
+    Keras2Optimizer,
+    LegacyKeras2Optimizer,
+)
+from bigbatch.backends.tensorflow.keras3_optimizers import Keras3Optimizer
+from bigbatch.backends.tensorflow.optimizers import adapted
+from bigbatch.backends.tensorflow.v1_optimizers import V1Optimizer
 
 from stack import HAS_LEGACY, IS_KERAS_3, keras, new_optimizers, with_loss_scale
 
-KERAS_2 = "adapt src/bigbatch/tf/keras2_optimizers.py to this version of Keras 2"
-V1 = "adapt src/bigbatch/tf/v1_optimizers.py to this version of TensorFlow"
+KERAS_2 = "adapt keras2_optimizers.py to this version of Keras 2"
+V1 = "adapt v1_optimizers.py to this version of TensorFlow"
 
 only_keras_2 = pytest.mark.skipif(IS_KERAS_3, reason="of Keras 2")
 only_legacy = pytest.mark.skipif(not HAS_LEGACY, reason="of Keras 2")
@@ -133,7 +136,7 @@ def test_a_compiled_function_says_so():
     for jit_compile in (None, False, True):
         function = tf.function(lambda: tf.constant(1.0), jit_compile=jit_compile)
         found = compat.is_compiled(function)
-        assert found == bool(jit_compile), "adapt src/bigbatch/tf/compat.py"
+        assert found == bool(jit_compile), "adapt src/bigbatch/backends/tensorflow/compat.py"
     assert not compat.is_compiled(lambda: 1.0)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import bigbatch
+from bigbatch.backends.learning_rate import ScaledSchedule
 from bigbatch.core.noise import Estimate, noise_and_signal
 from bigbatch.errors import ArgumentError
-from bigbatch.keras.learning_rate import ScaledSchedule
 
 SIZES = np.array([3, 8, 5, 1])
 SIGNAL = np.array([1.0, -2.0, 0.5, 0.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from bigbatch.tf.dependence import Dependence
+from bigbatch.backends.tensorflow.dependence import Dependence
 
 TABLE = tf.Variable(tf.zeros([10, 3]))
 COUNTER = tf.Variable(0)

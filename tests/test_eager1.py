@@ -10,10 +10,11 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
+from bigbatch.backends.tensorflow import v1_optimizers
+from bigbatch.backends.tensorflow.values import as_gradient_of
 from bigbatch.errors import ArgumentError, BigbatchError, ContextError
-from bigbatch.tf import eager1, v1_optimizers
-from bigbatch.tf.eager1 import GradientAccumulator
-from bigbatch.tf.values import as_gradient_of
+from bigbatch.loops import tf1 as eager1
+from bigbatch.loops.tf1 import GradientAccumulator
 from comparison import paired
 
 IS_ONE = tf.__version__.startswith("1.")

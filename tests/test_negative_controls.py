@@ -6,19 +6,18 @@ import functools
 from dataclasses import replace
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
-from bigbatch.keras import runner
-from bigbatch.keras.batch_norm import BatchNorm
-from bigbatch.keras.runner import Runner
-from bigbatch.keras.window import WindowEngine
-from bigbatch.tf import coupled, two_passes
-from bigbatch.tf import gradients as gradients_module
-from bigbatch.tf.buffers import GradientBuffer
-from bigbatch.tf.snapshot import Snapshot
-from bigbatch.tf.window import GradientWindow
+from bigbatch.backends.tensorflow import data, two_passes
+from bigbatch.backends.tensorflow.rollback import Rollback
+from bigbatch.engine.batch_norm import BatchNorm
+from bigbatch.engine.feeds import Batches
+from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.update import Update
+from bigbatch.loops import value_and_gradients as loop
+from bigbatch.loops.buffers import GradientBuffer
+from bigbatch.loops.window import GradientWindow
 from comparison import check_same
 from fit_cases import CASES
 
@@ -106,8 +105,9 @@ def random_state_not_replayed(monkeypatch):
 
 
 def temperature_gets_its_gradient_twice(monkeypatch):
-    added = coupled.added
-    monkeypatch.setattr(coupled, "added", lambda one, other: added(added(one, other), other))
+    added = two_passes.added
+    twice = lambda one, other: added(added(one, other), other)  # noqa: E731
+    monkeypatch.setattr(two_passes, "added", twice)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_contract_of_coupled_losses_catches(mistake, check, monkeypatch):
 
 
 def mean_of_means_without_state(monkeypatch):
-    monkeypatch.setattr(gradients_module, "sample_count", lambda _: np.float64(6.0))
+    monkeypatch.setattr(loop, "sample_count", lambda _: tf.constant(6.0))
 
 
 def test_the_contract_catches_a_mean_of_means_without_state(monkeypatch):
@@ -139,11 +139,11 @@ def test_the_contract_catches_a_mean_of_means_without_state(monkeypatch):
 
 
 def uncorrected_terms(monkeypatch):
-    monkeypatch.setattr(Runner, "_correction", lambda *_: None)
+    monkeypatch.setattr(MicroBatch, "_correction", lambda *_: None)
 
 
 def unweighted_micro_batches(monkeypatch):
-    monkeypatch.setattr(runner, "sample_count", lambda _: 7)
+    monkeypatch.setattr(data, "sample_count", lambda _: 7)
 
 
 def spread_of_the_means_left_out(monkeypatch):
@@ -159,22 +159,22 @@ def spread_of_the_means_left_out(monkeypatch):
 
 
 def last_window_dropped(monkeypatch):
-    monkeypatch.setattr(WindowEngine, "_can_wait", lambda self, iterator: False)
-    monkeypatch.setattr(WindowEngine, "flush", lambda self: self._forget())
+    monkeypatch.setattr(Batches, "_can_wait", lambda self, trainer: False)
+    monkeypatch.setattr(Batches, "flush", lambda self, trainer: self.forget())
 
 
 def last_window_divided_by_its_nominal_length(monkeypatch):
-    close = Runner.close
+    local = Update.local
 
-    def nominal(self, sums, unit, **options):
-        sums["samples"] = sums["mass"] = unit
-        return close(self, sums, unit, **options)
+    def nominal(self, totals, samples, **options):
+        totals = totals._replace(samples=samples, loss_weight=samples)
+        return local(self, totals, samples, **options)
 
-    monkeypatch.setattr(Runner, "close", nominal)
+    monkeypatch.setattr(Update, "local", nominal)
 
 
 def nothing_rolled_back(monkeypatch):
-    monkeypatch.setattr(Snapshot, "restore", lambda self: None)
+    monkeypatch.setattr(Rollback, "restore", lambda self: None)
 
 
 @functools.lru_cache(None)

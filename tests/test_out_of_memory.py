@@ -16,11 +16,11 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-import bigbatch.tf.auto
+import bigbatch.loops.auto_size
 import comparison
+from bigbatch.core.size_search import ChosenSize
+from bigbatch.engine.auto_size import AutoSlices
 from bigbatch.errors import ContextError
-from bigbatch.keras.auto import AutoEngine
-from bigbatch.tf.trial import Found
 from comparison import paired
 from coupled_cases import COUPLED_CASES
 from fit_cases import CASES, DENSE_X, DENSE_Y, dense
@@ -175,8 +175,8 @@ def test_a_loop_begins_again_as_if_nothing_had_happened(fault, monkeypatch):
     results = []
     for first, broken in ((8, fault), (4, 0)):
         loss_fn, w, calls, seeds, faults = loop_problem()
-        choose = lambda *_, first=first: Found(first, 0, None)  # noqa: E731
-        monkeypatch.setattr(bigbatch.tf.auto, "largest_that_fits", choose)
+        choose = lambda *_, first=first: ChosenSize(first, 0, None)  # noqa: E731
+        monkeypatch.setattr(bigbatch.loops.auto_size, "largest_that_fits", choose)
         faults[0] = broken
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -308,7 +308,7 @@ def everything(model):
 def test_recovery_is_as_if_nothing_had_happened(fault, monkeypatch):
     """At every micro-batch of the first batch (10 + 10 + 1 samples), and in the second."""
     monkeypatch.setattr(Faulty, "calls", -1)
-    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 10)
+    monkeypatch.setattr(AutoSlices, "_choose", lambda *_: 10)
     model = bigbatch.accumulate(faulty_model(), **AUTO)
     states = []
 
@@ -335,9 +335,9 @@ def test_recovery_is_as_if_nothing_had_happened(fault, monkeypatch):
 
     class Resize(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
-            vars(twin)["_bigbatch_hooks"].engine.microbatch_size = next(sizes)
+            vars(twin)["_bigbatch_hooks"].trainer.feed.size = next(sizes)
 
-    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 5)
+    monkeypatch.setattr(AutoSlices, "_choose", lambda *_: 5)
     bigbatch.accumulate(twin, **AUTO)
     expected = twin.fit(
         DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0, callbacks=[Resize()]
@@ -366,7 +366,7 @@ class FaultyOptimizer(keras.optimizers.SGD):
 
 
 def test_an_update_that_fails_itself_stops_training(monkeypatch):
-    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 10)
+    monkeypatch.setattr(AutoSlices, "_choose", lambda *_: 10)
     model = bigbatch.accumulate(dense(), **AUTO)
     model.compile(FaultyOptimizer(0.1), "mse")
     model.fit(DENSE_X, DENSE_Y, batch_size=21, verbose=0)
@@ -380,16 +380,16 @@ def test_trials_leave_no_trace():
     model = bigbatch.accumulate(faulty_model(), **AUTO)
     untouched = faulty_model()
     seen = []
-    choose = AutoEngine._choose
+    choose = AutoSlices._choose
 
-    def spy(self, data):
+    def spy(self, trainer, data):
         seen.append(everything(model))
-        size = choose(self, data)
+        size = choose(self, trainer, data)
         seen.append(everything(model))
         return size
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AutoEngine, "_choose", spy)
+        patch.setattr(AutoSlices, "_choose", spy)
         patch.setattr(Faulty, "calls", -1)
         history = model.fit(DENSE_X, DENSE_Y, batch_size=21, shuffle=False, verbose=0)
     for one, other in paired(*seen):
@@ -406,7 +406,7 @@ def test_trials_leave_no_trace():
 @pytest.mark.parametrize("coupled", [False, True])
 def test_replicas_agree_on_one_size(size, coupled, mirrored, monkeypatch):
     if size:
-        monkeypatch.setattr(AutoEngine, "_choose", lambda *_: size)
+        monkeypatch.setattr(AutoSlices, "_choose", lambda *_: size)
     case = COUPLED_CASES["sim_clr"] if coupled else CASES["masked"]
     with mirrored.scope():
         result = case.train(lambda m: bigbatch.accumulate(m, **AUTO, coupled=coupled))
@@ -415,7 +415,7 @@ def test_replicas_agree_on_one_size(size, coupled, mirrored, monkeypatch):
 
 
 def test_after_load_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 4)
+    monkeypatch.setattr(AutoSlices, "_choose", lambda *_: 4)
     results = []
     for setting in (None, AUTO):
         keras.utils.set_random_seed(0)
@@ -435,6 +435,6 @@ def test_after_load_model(tmp_path, monkeypatch):
 @pytest.mark.parametrize("options", [{"jit_compile": True}, {"run_eagerly": True}], ids=str)
 def test_with_compile_options(options, monkeypatch):
     case = CASES["dense"].compiled(steps_per_execution=2, **options)
-    monkeypatch.setattr(AutoEngine, "_choose", lambda *_: 8)
+    monkeypatch.setattr(AutoSlices, "_choose", lambda *_: 8)
     result = case.train(lambda model: bigbatch.accumulate(model, **AUTO))
     comparison.check_same(result, CASES["dense"].train(), TOLERANCE["float32"])

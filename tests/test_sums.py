@@ -1,127 +1,112 @@
-"""Where `fit` adds dense gradients up: small ones of a kind in one tensor."""
+"""Where `fit` adds up what micro-batches return: in graphs by variables, eagerly by Python."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
-from bigbatch.tf.sums import DenseSums
+from bigbatch.backends.tensorflow.sums import GradientSums, PythonSums, StoredSums
 from comparison import paired
 
 SHAPES = {"kernel": (3, 4), "other kernel": (2, 4), "bias": (4,), "large": (64, 65)}
 
 
 def variables():
-    return {name: tf.Variable(tf.zeros(shape)) for name, shape in SHAPES.items()}
+    return [tf.Variable(tf.zeros(shape)) for shape in SHAPES.values()]
 
 
 def ones(variable, factor=1.0):
     return tf.fill(variable.shape, factor)
 
 
-def prepared(variables, *, joins=True):
-    sums = DenseSums(joins=joins)
-    sums.prepare(variables)
-    return sums
-
-
-@pytest.mark.parametrize("wrap", [lambda f: f, tf.function], ids=["eager", "graph"])
-def test_every_variable_has_its_own_sum(wrap):
-    of = list(variables().values())
-    sums = prepared(of)
+def test_every_variable_has_its_own_sum():
+    of = variables()
+    sums = GradientSums(of)
 
     def twice():
-        for factor in (1.0, 2.0):
+        for factor in (0.5, 1.0):
             gradients = [ones(one, factor * (index + 1)) for index, one in enumerate(of)]
-            left, _ = sums.add(of, gradients, tf.constant(0.5, tf.float64))
-            assert left == [None] * len(of)
-        values = sums.values()
-        return [values[id(one)] for one in of]
+            assert sums.add(of, gradients) == [None] * len(of)
+        return [sums.value(one) for one in of]
 
     def opened():
-        sums.open()
+        for one in sums.used:
+            one.open()
         return twice()
 
-    if wrap is tf.function:
-        wrap(twice).get_concrete_function()  # of what is added is known when it is traced
-    for index, (one, value) in enumerate(paired(of, wrap(opened)())):
+    tf.function(twice).get_concrete_function()  # which shows what is ever added
+    assert sum(one.bytes for one in sums.used) == 4 * sum(map(np.prod, SHAPES.values()))
+    for index, (one, value) in enumerate(paired(of, tf.function(opened)())):
         # Exact: halves of small whole numbers.
         np.testing.assert_array_equal(value, np.full(one.shape, 1.5 * (index + 1)))
-
-
-def test_small_ones_of_a_kind_share_a_tensor_and_large_ones_do_not():
-    of = list(variables().values())
-    sums = prepared(of)
-    _, added = sums.add(of, list(map(ones, of)))
-    assert [tuple(one.shape) for one in added] == [(5, 4), (4,), (64, 65)]
-    assert sum(one.bytes for one in sums.used) == 4 * sum(
-        int(np.prod(shape)) for shape in SHAPES.values()
-    )
+    for one in sums.used:
+        one.close()
+        assert one.variable.shape.rank is None
+        assert tf.size(one.variable.read_value()) == 0
 
 
 def test_who_has_no_gradient_has_no_sum_and_takes_no_memory():
-    of = list(variables().values())
-    kernel, other, bias, _ = of
-    sums = prepared(of)
-    left, _ = sums.add(of, [ones(kernel), None, ones(bias), None])
-    assert left == [None] * 4
-    assert set(sums.values()) == {id(kernel), id(bias)}
+    kernel, other, bias, large = of = variables()
+    sums = GradientSums(of)
+
+    @tf.function
+    def add():
+        assert sums.add(of, [ones(kernel), None, ones(bias), None]) == [None] * 4
+
+    add.get_concrete_function()
     assert sum(one.bytes for one in sums.used) == 4 * (12 + 4)
-    # A later trace may have others: they are left to the caller, and who is missing is zero.
-    left, _ = sums.add([other, bias], [ones(other), ones(bias)])
-    assert left[0] is not None
-    assert left[1] is None
-    np.testing.assert_array_equal(sums.values()[id(kernel)], np.ones((3, 4)))
-    np.testing.assert_array_equal(sums.values()[id(bias)], np.full(4, 2.0))
-
-
-def test_a_gradient_that_another_trace_had_is_zero_in_this_one():
-    of = list(variables().values())[:2]
-    sums = prepared(of)
-    sums.add(of, list(map(ones, of)))
-    sums.add(of, [None, ones(of[1])])
-    values = sums.values()
-    np.testing.assert_array_equal(values[id(of[0])], np.ones((3, 4)))
-    np.testing.assert_array_equal(values[id(of[1])], np.full((2, 4), 2.0))
+    assert sums.value(other) is None
+    assert sums.value(large) is None
 
 
 def test_rows_and_variables_without_a_place_are_left_to_the_caller():
-    of = list(variables().values())
-    known, new = of[:2]
-    sums = prepared([known])
-    rows = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([0]), tf.constant([3, 4]))
-    left, added = sums.add([known, new], [rows, ones(new)])
-    assert left[0] is rows
-    assert left[1] is not None
-    assert not added
-    sums.prepare([known, new])
-    left, _ = sums.add([new], [ones(new)])
-    assert left == [None]
+    known, new = variables()[:2]
+    sums = GradientSums([known])
+
+    @tf.function
+    def add():
+        rows = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([0]), tf.constant([3, 4]))
+        left = sums.add([known, new], [rows, ones(new)])
+        assert left[0] is rows
+        assert left[1] is not None
+
+    add.get_concrete_function()
+    assert not sums.used
+
+
+def test_sums_between_graphs():
+    specs = [tf.TensorSpec([]), tf.TensorSpec([None, 2]), tf.TensorSpec([None, 3])]
+    stored = StoredSums(specs, [False, True, False])
+    add, clear = tf.function(stored.add), tf.function(stored.clear)
+    for _ in range(2):  # nothing of one batch is left in the next
+        clear()
+        for factor in (1.0, 2.0):
+            rows = tf.fill([int(factor), 2], factor)
+            add([tf.constant(factor), rows, tf.fill([1, 3], factor)])
+        number, rows, unknown = stored.values()
+        assert float(number) == 3.0
+        np.testing.assert_array_equal(rows, [[1, 1], [2, 2], [2, 2]])
+        np.testing.assert_array_equal(unknown, [[3, 3, 3]])
 
 
 def test_in_eager_code_every_batch_may_have_gradients_of_other_variables():
-    one, other = list(variables().values())[:2]
-    sums = prepared([one, other], joins=False)
-    sums.add([one, other], [ones(one), None])
-    assert set(sums.values()) == {id(one)}
-    left, _ = sums.add([one, other], [None, ones(other)])
-    assert left == [None, None]
-    assert set(sums.values()) == {id(one), id(other)}
-    sums.close()
-    sums.open()
-    sums.add([one, other], [None, ones(other)])
+    sums = PythonSums()
+    for gradients in ([tf.ones(2), None], [None, None]):
+        sums.add(gradients)
+    one, other = sums.value()
+    np.testing.assert_array_equal(one, np.ones(2))
+    assert other is None
+    sums.clear()
+    assert sums.value() is None
+    sums.add([None, tf.ones(2)])
     # Not zeros, with which an optimizer that has a momentum would move it.
-    assert set(sums.values()) == {id(other)}
-    np.testing.assert_array_equal(sums.values()[id(other)], np.ones((2, 4)))
+    assert sums.value()[0] is None
 
 
-def test_gradients_keep_their_type_and_are_joined_in_that_of_their_sum():
-    of = list(variables().values())[:2]
-    sums = prepared(of)
-    sums.add(of, [ones(of[0]), tf.cast(ones(of[1]), tf.float64)])
-    assert {value.dtype for value in sums.values().values()} == {tf.float32}
-    number = tf.Variable(tf.zeros([2], tf.complex64))
-    sums = prepared([number])
-    sums.add([number], [tf.constant([1 + 2j, 3j], tf.complex64)], tf.constant(0.5, tf.float64))
-    np.testing.assert_array_equal(sums.values()[id(number)], [0.5 + 1j, 1.5j])
+def test_half_precision_and_complex_numbers():
+    sums = PythonSums()
+    for _ in range(2):
+        sums.add([tf.constant([1.0], tf.bfloat16), tf.constant([1 + 2j], tf.complex64)])
+    half, number = sums.value()
+    assert half.dtype == tf.float32
+    np.testing.assert_array_equal(number, [2 + 4j])

@@ -13,9 +13,9 @@ from keras import layers
 
 import bigbatch
 from bigbatch.cli import main
+from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.trial import all_variables_of
 from bigbatch.errors import ArgumentError, DifferenceError
-from bigbatch.keras import runner
-from bigbatch.keras.trial import all_variables_of
 from comparison import paired
 
 rng = np.random.default_rng(0)
@@ -318,7 +318,8 @@ def test_a_wrong_accumulator_is_caught(monkeypatch):
     model, x, y = lstm()
     assert bigbatch.verify(model, x, y, microbatch_size=5, verbose=False).ok
     whole, parts = float(len(x)), -(-len(x) // 5)
-    monkeypatch.setattr(runner, "sample_count", lambda _: tf.constant(whole / parts))
+    mean = tf.constant(whole / parts, tf.float64)
+    monkeypatch.setattr(MicroBatch, "_loss_weight", lambda *_: mean)
     result = bigbatch.verify(model, x, y, microbatch_size=5, verbose=False)
     assert not result.ok
     assert not result.hazards

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bigbatch.errors import MissingFrameworkError, explain
 
 if TYPE_CHECKING:
+    from bigbatch.backends.learning_rate import scale_learning_rate as scale_learning_rate
     from bigbatch.core.noise import NoiseScaleEstimator as NoiseScaleEstimator
     from bigbatch.core.schedules import grow as grow
     from bigbatch.core.schedules import piecewise as piecewise
@@ -19,32 +20,31 @@ if TYPE_CHECKING:
     from bigbatch.diagnostics.noise_scale import NoiseScale as NoiseScale
     from bigbatch.diagnostics.verification import Verification as Verification
     from bigbatch.diagnostics.verify import verify as verify
-    from bigbatch.keras.accumulate import accumulate as accumulate
-    from bigbatch.keras.accumulate import microbatch_size as microbatch_size
-    from bigbatch.keras.accumulate import restore as restore
-    from bigbatch.keras.learning_rate import scale_learning_rate as scale_learning_rate
+    from bigbatch.engine.accumulate import accumulate as accumulate
+    from bigbatch.engine.accumulate import microbatch_size as microbatch_size
+    from bigbatch.engine.accumulate import restore as restore
+    from bigbatch.loops.accumulator import GradientAccumulator as GradientAccumulator
+    from bigbatch.loops.value_and_gradients import value_and_gradients as value_and_gradients
     from bigbatch.planner.measure import plan as plan
     from bigbatch.planner.plan import Plan as Plan
-    from bigbatch.tf.accumulator import GradientAccumulator as GradientAccumulator
-    from bigbatch.tf.gradients import value_and_gradients as value_and_gradients
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GradientAccumulator": "bigbatch.tf.accumulator",
+    "GradientAccumulator": "bigbatch.loops.accumulator",
     "Monitor": "bigbatch.diagnostics.monitor",
     "NoiseScale": "bigbatch.diagnostics.noise_scale",
     "NoiseScaleEstimator": "bigbatch.core.noise",
     "Plan": "bigbatch.planner.plan",
     "Verification": "bigbatch.diagnostics.verification",
-    "accumulate": "bigbatch.keras.accumulate",
+    "accumulate": "bigbatch.engine.accumulate",
     "grow": "bigbatch.core.schedules",
-    "microbatch_size": "bigbatch.keras.accumulate",
+    "microbatch_size": "bigbatch.engine.accumulate",
     "piecewise": "bigbatch.core.schedules",
     "plan": "bigbatch.planner.measure",
-    "restore": "bigbatch.keras.accumulate",
-    "scale_learning_rate": "bigbatch.keras.learning_rate",
-    "value_and_gradients": "bigbatch.tf.gradients",
+    "restore": "bigbatch.engine.accumulate",
+    "scale_learning_rate": "bigbatch.backends.learning_rate",
+    "value_and_gradients": "bigbatch.loops.value_and_gradients",
     "verify": "bigbatch.diagnostics.verify",
 }
 
@@ -101,7 +101,7 @@ def _home(name: str) -> str:
         return home
     is_one = importlib.import_module("bigbatch.core.versions").is_one
     tensorflow = importlib.import_module("tensorflow")
-    return "bigbatch.tf.eager1" if is_one(name, tensorflow.__version__) else home
+    return "bigbatch.loops.tf1" if is_one(name, tensorflow.__version__) else home
 
 
 def __dir__() -> list[str]:

@@ -108,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
+    for add in (_add_demo, _add_run, _add_verify, _add_plan):
+        add(command)
+    return parser
+
+
+def _add_demo(command: Any) -> None:
     demo = command(
         _demo,
         "the main job in a minute",
@@ -117,6 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--output", default=".", metavar="DIRECTORY", help="where demo.png and demo.html go"
     )
+
+
+def _add_run(command: Any) -> None:
     run = command(
         _run,
         "run a script with every fit() accumulated",
@@ -138,6 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_setting(run)
 
+
+def _add_verify(command: Any) -> None:
     verify = command(
         _verify,
         "does it equal the full batch on my model?",
@@ -155,6 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_setting(verify)
     verify.add_argument("--json", action="store_true", help="print the result as JSON")
 
+
+def _add_plan(command: Any) -> None:
     plan = command(
         _plan,
         "which micro-batch fits, and what it takes",
@@ -173,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--time", action="store_true", help="measure the time of updates, too")
     plan.add_argument("--plot", metavar="FILE", help="draw the plan into a PNG or PDF file")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
-    return parser
 
 
 def _size(text: str) -> int | str:
@@ -201,7 +213,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from bigbatch.keras.script import run_script
+    from bigbatch.engine.script import run_script
 
     names = ("microbatch_size", "accumulation_steps", "batch_norm", "coupled")
     setting = {name: getattr(options, name) for name in names}

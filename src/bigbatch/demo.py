@@ -267,7 +267,7 @@ def _full() -> tuple[dict[str, Any], dict[str, Any]]:
 def _small() -> tuple[dict[str, Any], dict[str, Any]]:
     """Train on the small device; return what was found, and the weights."""
     from bigbatch.diagnostics.noise_scale import NoiseScale
-    from bigbatch.keras.accumulate import accumulate, microbatch_size
+    from bigbatch.engine.accumulate import accumulate, microbatch_size
     from bigbatch.planner.measure import plan
 
     x, y = _data()

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import bigbatch
 import comparison
-from bigbatch.tf import eager1
+from bigbatch.loops import tf1 as eager1
 
 from problems import (
     TOLERANCE,

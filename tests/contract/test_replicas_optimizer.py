@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-from bigbatch.tf import v1_optimizers
+from bigbatch.backends.tensorflow import v1_optimizers
 from replica_cases import on_each_replica
 
 from stack import HAS_LEGACY, gradients_for, keras, loss_scale, new_optimizers, with_loss_scale

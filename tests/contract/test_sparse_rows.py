@@ -10,7 +10,7 @@ import bigbatch
 from bigbatch.errors import ArgumentError
 from comparison import largest_difference
 
-from stack import keras, new_optimizers
+from stack import IS_KERAS_3, keras, new_optimizers
 
 rng = np.random.default_rng(4)
 TOKENS = tf.constant(rng.integers(0, 5, (20, 6)))
@@ -106,7 +106,8 @@ def test_eagerly_it_is_told():
     told = train(lambda function: function, lambda tables: [tables.variables[1]])
     assert difference(told, SEPARATE) <= 1e-12
     assert difference(plain, slice(0, 1)) <= 1e-12
-    assert difference(plain, slice(1, 2)) > 1e-3  # rows listed that are to be summed
+    if IS_KERAS_3:  # whose optimizers do not add up rows that were listed
+        assert difference(plain, slice(1, 2)) > 1e-3
 
 
 def test_rows_of_samples_are_not_summed_by_mistake():

@@ -34,7 +34,7 @@ def accumulate_in_every_fit(setting: dict[str, int]) -> None:
     import keras
 
     import bigbatch
-    from bigbatch.keras.hooks import fit_with, is_attached
+    from bigbatch.engine.hooks import fit_with, is_attached
 
     trainer = next(kind for kind in keras.Model.__mro__ if "fit" in vars(kind))
     original = trainer.fit
@@ -66,6 +66,14 @@ def cut_batches(arguments: dict[str, Any], steps: int) -> None:
     if leaves and are_arrays and arguments.get("steps_per_epoch") is None:
         batch = min(arguments.get("batch_size") or 32, leaves[0].shape[0])
         arguments["batch_size"] = -(-batch // steps)
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    """Begin every test with the same random numbers: some outcomes depend on them."""
+    del item
+    import keras
+
+    keras.utils.set_random_seed(0)
 
 
 class Outcomes:

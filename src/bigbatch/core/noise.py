@@ -27,23 +27,6 @@ SIGNIFICANCE = 1.96
 MOMENTS = 7
 """How many numbers an average has: see `moments`."""
 
-ALL_OF_FIRST, ONE_IN = 64, 8
-"""Of how many updates all are looked at, and how many of the others: looking takes time."""
-
-
-def is_looked_at(seen: Any, updates: Any) -> Any:
-    """Say whether the next update is looked at; numbers and tensors both go through this.
-
-    Args:
-        seen: how many updates have been looked at.
-        updates: how many have been made.
-
-    Example:
-        >>> is_looked_at(3, 3), is_looked_at(64, 800), is_looked_at(64, 801)
-        (True, True, False)
-    """
-    return (seen < ALL_OF_FIRST) | (updates % ONE_IN == 0)
-
 
 def noise_and_signal(mean_square: Any, square_of_mean: Any, batch: Any, count: Any) -> Any:
     """Return S and G² of one update.

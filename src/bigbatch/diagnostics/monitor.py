@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bigbatch.keras.compat import Callback
-from bigbatch.keras.hooks import observe
-from bigbatch.keras.trial import memory_of
+from bigbatch.backends.keras import Callback
+from bigbatch.engine.hooks import observe
+from bigbatch.engine.trial import memory_of
 
 
 class Monitor(Callback):
@@ -37,14 +37,14 @@ class Monitor(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._insight: Any = None
+        self._statistics: Any = None
         self._before = (0, 0, 0)
 
     def set_model(self, model: Any) -> None:
         """Let the updates of a model be counted."""
         super().set_model(model)
-        self._insight = observe(model, what="Monitor", with_noise=False)
-        self._insight.logs.update(
+        self._statistics = observe(model, what="Monitor", with_noise=False)
+        self._statistics.logs.update(
             updates=lambda: self._done(0),
             micro_batches=lambda: self._done(1),
             effective_batch_size=lambda: self._done(2) / max(1, self._done(0)),
@@ -54,13 +54,13 @@ class Monitor(Callback):
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count from here."""
         del epoch, logs
-        self._before = self._insight.counts
+        self._before = self._statistics.counts
         memory = memory_of(self.model)
         if memory.is_hard:
             memory.reset_peak()
 
     def _done(self, index: int) -> int:
-        return self._insight.counts[index] - self._before[index]
+        return self._statistics.counts[index] - self._before[index]
 
     def _peak_memory(self) -> float:
         memory = memory_of(self.model)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from bigbatch.backends.keras import Callback
 from bigbatch.core.noise import Estimate
-from bigbatch.keras.compat import Callback
-from bigbatch.keras.hooks import observe
-from bigbatch.keras.insight import Insight
+from bigbatch.engine.hooks import observe
+from bigbatch.engine.statistics import UpdateStatistics
 
 
 class NoiseScale(Callback):
@@ -19,11 +19,9 @@ class NoiseScale(Callback):
     2018). Training is the same with and without this callback. Every epoch it logs
     `noise_scale`, the critical batch size in samples; NaN while that is not yet known.
 
-    An estimate needs two micro-batches per update and tens to hundreds of updates: the first
-    64 are looked at, and then one in eight, so that it costs little. It grows
+    An estimate needs two micro-batches per update and tens to hundreds of updates. It grows
     as the loss falls, and says nothing about how a model generalises. With dropout the noise
     of the draws is part of it; with batch normalisation, masks or weights it is approximate.
-    Data should be shuffled, as `fit` does, or it may be the same batches that are looked at.
 
     Example:
         >>> import keras
@@ -41,18 +39,18 @@ class NoiseScale(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._insight: Insight | None = None
+        self._statistics: UpdateStatistics | None = None
         self.history: list[Estimate] = []
         """What was known at the end of each epoch."""
 
     def set_model(self, model: Any) -> None:
         """Let the gradients of a model's micro-batches be looked at."""
         super().set_model(model)
-        insight = observe(model, what="NoiseScale", with_noise=True)
-        if insight is not self._insight:
-            insight.forget_noise()
-            self._insight, self.history = insight, []
-        insight.logs["noise_scale"] = self._log
+        statistics = observe(model, what="NoiseScale", with_noise=True)
+        if statistics is not self._statistics:
+            statistics.forget_noise()
+            self._statistics, self.history = statistics, []
+        statistics.logs["noise_scale"] = self._log
 
     def _log(self) -> float:
         self.history.append(self.estimate)
@@ -62,7 +60,7 @@ class NoiseScale(Callback):
     @property
     def estimate(self) -> Estimate:
         """All that is known."""
-        return Estimate() if self._insight is None else self._insight.estimate
+        return Estimate() if self._statistics is None else self._statistics.estimate
 
     @property
     def critical_batch_size(self) -> float | None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import numpy as np
-import tensorflow as tf
 
+from bigbatch.backends.keras import backend_of
 from bigbatch.diagnostics.verification import Cost, Difference
-from bigbatch.keras.collector import optimizers_of
-from bigbatch.keras.patching import replaced
-from bigbatch.keras.trial import memory_of, unchanged
-from bigbatch.tf.compat import variables_of
+from bigbatch.engine.trial import memory_of, unchanged
 
 _NEGLIGIBLE = 1e-3
 """Gradients this small, relative to the largest, may be nothing but rounding."""
@@ -44,7 +40,7 @@ def observed(model: Any, make: Callable[[], Callable[[Any], Any]], data: Any) ->
         weights = [*model.trainable_weights, *model.non_trainable_weights]
         before = [weight.numpy() for weight in weights]
         model.reset_metrics()
-        with _gradients_of(model) as noted:
+        with backend_of(model).noting_gradients(model) as noted:
             logs = {k: float(np.mean(v)) for k, v in make()(data).items()}
         steps = [weight.numpy() - old for weight, old in zip(weights, before)]
         places = [noted.pop(id(weight), None) for weight in weights]
@@ -55,35 +51,6 @@ def observed(model: Any, make: Callable[[], Callable[[Any], Any]], data: Any) ->
     return Update([one.path for one in weights], gradients, before, steps, logs, cost)
 
 
-@contextlib.contextmanager
-def _gradients_of(model: Any) -> Iterator[dict[int, Any]]:
-    """Return a block in which the gradients that optimizers are given are noted."""
-    noted: dict[int, Any] = {}
-    variables = model.trainable_variables
-    places = {id(one): tf.Variable(tf.zeros(one.shape, one.dtype)) for one in variables}
-
-    def noting(optimizer: Any) -> Callable[..., Any]:
-        apply = optimizer.apply
-
-        def apply_and_note(grads: Any, trainable_variables: Any = None) -> Any:
-            grads = list(grads)
-            variables = trainable_variables or variables_of(optimizer)
-            scale = optimizer.scale_loss(tf.ones([]))  # of the loss: of gradients too
-            for variable, gradient in zip(variables, grads):
-                if gradient is not None and id(variable) in places:
-                    place = noted[id(variable)] = places[id(variable)]
-                    value = tf.convert_to_tensor(gradient)
-                    place.assign(value / tf.cast(scale, value.dtype))
-            return apply(grads, trainable_variables)
-
-        return apply_and_note
-
-    with contextlib.ExitStack() as stack:
-        for optimizer in optimizers_of(model):
-            stack.enter_context(replaced(optimizer, apply=noting(optimizer)))
-        yield noted
-
-
 def _cost(model: Any, train: Callable[[Any], Any], data: Any) -> Cost:
     train(data)  # traces
     memory, peak = memory_of(model), None
@@ -92,7 +59,7 @@ def _cost(model: Any, train: Callable[[Any], Any], data: Any) -> Cost:
     seconds = []
     for _ in range(_UPDATES):
         start = time.perf_counter()
-        tf.nest.map_structure(np.asarray, train(data))  # or a GPU may not be done
+        backend_of(model).ops.map_structure(np.asarray, train(data))  # or a GPU may not be done
         seconds.append(time.perf_counter() - start)
     if memory.is_hard:
         peak = memory.peak()

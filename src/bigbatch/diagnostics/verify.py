@@ -7,27 +7,32 @@ import warnings
 from dataclasses import replace
 from typing import Any, Callable, Iterator
 
-import keras
 import numpy as np
-import tensorflow as tf
 
+from bigbatch.backends.keras import (
+    backend_of,
+    check_compiled,
+    check_keras_3,
+    check_model,
+    layers_of,
+    optimizers_of,
+)
 from bigbatch.core.arguments import positive_integer
+from bigbatch.core.patching import replaced
 from bigbatch.core.report import progress
 from bigbatch.diagnostics.update import Update, differences_of, observed, relative
 from bigbatch.diagnostics.verification import Difference, Hazard, Verification
+from bigbatch.engine.batch_norm import BatchNorm
+from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.settings import Setting
+from bigbatch.engine.trial import unchanged
 from bigbatch.errors import ArgumentError, explain
-from bigbatch.keras import compat
-from bigbatch.keras.accumulate import check_compiled, check_keras_3, check_model
-from bigbatch.keras.collector import optimizers_of
-from bigbatch.keras.coupling import Sample
-from bigbatch.keras.data import as_fit_has_it
-from bigbatch.keras.patching import replaced
-from bigbatch.keras.setting import Setting
-from bigbatch.keras.trial import unchanged
-from bigbatch.tf.batch import sample_count
 
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 5e-2, "bfloat16": 5e-2}
 """What rounding makes of gradients that are added up in another order, with room to spare."""
+
+_ROWS = 16
+"""How many samples are tried layer by layer."""
 
 
 def verify(
@@ -62,6 +67,7 @@ def verify(
         The result: `print` it, or see `Verification`.
 
     Example:
+        >>> import keras
         >>> import bigbatch
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         >>> model.compile("adam", "mse")
@@ -75,14 +81,15 @@ def verify(
     positive_integer(microbatch_size, "microbatch_size")
     setting = Setting(microbatch_size=microbatch_size, batch_norm=batch_norm, coupled=coupled)
     _check(model)
-    data = keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
-    data = tf.nest.map_structure(as_fit_has_it, data if isinstance(data, tuple) else (data,))
+    backend = backend_of(model)
+    data = backend.packed(x, y, sample_weight)
+    data = backend.data.as_fit_has_them(data if isinstance(data, tuple) else (data,))
     with progress(verbose, "bigbatch: verifying") as say:
         return _Comparison(model, setting, data, say).verification()
 
 
 def _check(model: Any) -> None:
-    replicas = compat.strategy_of(model).num_replicas_in_sync
+    replicas = backend_of(model).replicas(model)
     if replicas > 1:
         raise ArgumentError(
             explain(
@@ -100,7 +107,7 @@ class _Comparison:
         self, model: Any, setting: Setting, data: Any, say: Callable[[str], None]
     ) -> None:
         self._model = model
-        self._keras = compat.keras_of(model)
+        self._backend = backend_of(model)
         self._setting = setting
         self._data = data
         self._say = say
@@ -108,19 +115,19 @@ class _Comparison:
         self._notes: list[str] = []
 
     def verification(self) -> Verification:
-        model, count = self._model, int(sample_count(self._data))
+        model, count = self._model, int(self._backend.data.sample_count(self._data))
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(model, train_function=None, steps_per_execution=1))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # what there is to say is a hazard here
-            compat.keras_of(model).build(model, self._data)
+            self._backend.build(model, self._data)
             if self._accumulates_itself():
                 return self._result(0, None, None)
             if not all(one.built for one in optimizers_of(model)):
                 self._build_optimizers()
             stack.enter_context(unchanged(model))
             self._say("what could differ")
-            sample = Sample(model, self._data)
+            sample = self._backend.sample(model, self._data, _ROWS)
             random = self._tried(sample.random_layers)
             changing: list[Any] = []
             with self._without_draws(random):
@@ -137,7 +144,7 @@ class _Comparison:
             return replace(result, hazards=tuple(self._hazards))
 
     def _compare_without_draws(
-        self, sample: Sample, random: list[Any], count: int
+        self, sample: Any, random: list[Any], count: int
     ) -> Verification:
         """Compare once more, and name layers that draw if the difference is theirs.
 
@@ -181,21 +188,21 @@ class _Comparison:
         model = self._model
         eagerly, model.run_eagerly = model.run_eagerly, False
         try:
-            engine = self._setting.make_split_engine(model)
-            engine.prepare(self._data)
-            engine.trace(self._data)
+            trainer = self._setting.trainer_of_slices(model)
+            trainer.phases.prepare(self._data, Lengths.SAME, None)
+            trainer.trace(self._data)
         finally:
             model.run_eagerly = eagerly
 
     def _compare(self, count: int) -> Verification:
         for rows in _halves(count):
-            data = tf.nest.map_structure(_first(rows), self._data)
+            data = self._backend.data.first_rows(self._data, rows)
             size = self._setting.microbatch_size
             assert isinstance(size, int)
             if rows < count and rows > 1:  # or all of them would be in one micro-batch
                 size = min(size, rows // 2)
                 self._setting = replace(self._setting, microbatch_size=size)
-            with contextlib.suppress(tf.errors.ResourceExhaustedError):
+            with contextlib.suppress(self._backend.OUT_OF_MEMORY):
                 self._say(f"the full batch of {rows} samples")
                 full = observed(self._model, self._full_batch, data)
                 self._say(f"micro-batches of {size} samples")
@@ -239,7 +246,7 @@ class _Comparison:
         )
 
     def _tolerance(self) -> float:
-        layers = (self._model, *compat.layers_of(self._model))
+        layers = (self._model, *layers_of(self._model))
         dtypes = {layer.compute_dtype for layer in layers} & _TOLERANCES.keys()
         return max((_TOLERANCES[dtype] for dtype in dtypes), default=_TOLERANCES["float32"])
 
@@ -263,8 +270,8 @@ class _Comparison:
         """Return a block in which layers that draw random numbers do as in inference."""
         with contextlib.ExitStack() as stack:
             for layer in random:
-                if not compat.layers_of(layer):  # or what is inside would change, too
-                    stack.enter_context(self._keras.without_training(layer))
+                if not layers_of(layer):  # or what is inside would change, too
+                    stack.enter_context(self._backend.without_training(layer))
             yield
 
     def _tried(self, look: Callable[..., list[Any]], *args: Any) -> list[Any]:
@@ -276,9 +283,10 @@ class _Comparison:
             self._notes.append(f"Layers could not be tried one by one: {reason}")
             return []
 
-    def _look_for_meetings(self, sample: Sample) -> None:
-        for layer in self._tried(sample.mixing_layers, self._setting.batch_norm):
-            is_norm = isinstance(layer, keras.layers.BatchNormalization)
+    def _look_for_meetings(self, sample: Any) -> None:
+        norm = BatchNorm(self._model, self._setting.batch_norm)
+        for layer in self._tried(sample.mixing_layers, norm.watching()):
+            is_norm = self._backend.is_batch_norm(layer)
             self._hazards.append(
                 Hazard(
                     _name(layer),
@@ -290,7 +298,7 @@ class _Comparison:
                 )
             )
         name = None
-        if not self._keras.has_own_train_step(self._model):
+        if not self._backend.has_custom_train_step(self._model):
             # What cannot be tried is compared all the same.
             with contextlib.suppress(Exception):
                 name = sample.coupled_loss()
@@ -310,8 +318,8 @@ class _Comparison:
         return lambda data: train(iter([data]))
 
     def _micro_batches(self) -> Callable[[Any], Any]:
-        engine = self._setting.make_engine(self._model, lambda _: None)
-        return lambda data: engine.train([data])
+        trainer = self._setting.trainer(self._model, lambda _: None)
+        return lambda data: trainer.train([data])
 
 
 def _name(layer: Any) -> str:
@@ -322,7 +330,3 @@ def _halves(count: int) -> Iterator[int]:
     while count:
         yield count
         count //= 2
-
-
-def _first(rows: int) -> Callable[[Any], Any]:
-    return lambda leaf: None if leaf is None else leaf[:rows]

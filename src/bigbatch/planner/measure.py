@@ -8,24 +8,25 @@ import statistics
 import time
 from typing import Any, Callable, Iterable, Iterator
 
-import keras
 import numpy as np
-import tensorflow as tf
 
+from bigbatch.backends.keras import (
+    backend_of,
+    check_compiled,
+    check_keras_3,
+    check_model,
+    is_multi_worker,
+    optimizers_of,
+)
 from bigbatch.core.arguments import positive_integer
 from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of
 from bigbatch.core.report import progress
+from bigbatch.core.size_search import peak_of
+from bigbatch.engine.hooks import setting_of
+from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.trial import all_variables_of, memory_of, unchanged
 from bigbatch.errors import ArgumentError, ContextError, explain
-from bigbatch.keras import compat
-from bigbatch.keras.accumulate import check_compiled, check_keras_3, check_model
-from bigbatch.keras.collector import optimizers_of
-from bigbatch.keras.coupling import Sample
-from bigbatch.keras.data import as_fit_has_it
-from bigbatch.keras.hooks import setting_of
-from bigbatch.keras.trial import all_variables_of, memory_of, unchanged
 from bigbatch.planner.plan import Measurement, Parts, Plan
-from bigbatch.tf.batch import sample_count
-from bigbatch.tf.trial import peak_of
 
 _ROUGH = (
     "memory was measured as that of the process, which is rough: set "
@@ -90,7 +91,7 @@ def plan(
     batch_size = positive_integer(batch_size, "batch_size")
     limit = None if memory_limit is None else bytes_of(memory_limit)
     check_compiled(model)
-    if compat.is_multi_worker(model):
+    if is_multi_worker(model):
         raise ArgumentError(
             explain(
                 received="a model under MultiWorkerMirroredStrategy",
@@ -98,7 +99,7 @@ def plan(
                 fix="plan for the same model without the strategy, with one worker's batch",
             )
         )
-    trials = _Trials(model, _longest(x, y, sample_weight), batch_size)
+    trials = _Trials(model, backend_of(model).longest(x, y, sample_weight), batch_size)
     with trials.undone(), progress(verbose, "bigbatch: measuring") as say:
         return trials.plan(limit, measure_time, say)
 
@@ -114,14 +115,15 @@ class _Trials:
 
     def __init__(self, model: Any, data: Any, batch_size: int) -> None:
         self._model = model
-        self._strategy = compat.strategy_of(model)
+        self._backend = backend = backend_of(model)
+        self._replicas = backend.replicas(model)
         self._batch_size = batch_size
-        self._share = -(-batch_size // self._strategy.num_replicas_in_sync)
-        compat.keras_of(model).build_under_strategy(model, None, data)
-        self._engine = setting_of(model).make_split_engine(model)
-        self._engine.prepare(data)
-        self._sample = Sample(model, data)
-        self._bytes_per_sample = _bytes(self._sample.repeated(1))
+        self._share = -(-batch_size // self._replicas)
+        backend.build_under_strategy(model, None, data)
+        self._trainer = setting_of(model).trainer_of_slices(model)
+        self._trainer.phases.prepare(data, Lengths.SAME, None)
+        self._sample = backend.sample(model, data, _ROWS)
+        self._bytes_per_sample = self._bytes(self._sample.repeated(1))
         self._memory = memory_of(model)
         if self._memory.limit is None and not self._memory.is_hard:
             raise ContextError(
@@ -131,7 +133,7 @@ class _Trials:
                     fix="set TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported",
                 )
             )
-        self._engine.trace(self._batch(2))  # makes the variables that are still missing
+        self._trainer.trace(self._batch(2))  # makes the variables that are still missing
         self._memory.in_one_piece()
         self._others = self._memory.in_use() - self._state_bytes()
         self._put_back: Callable[[], None] = lambda: None
@@ -175,7 +177,7 @@ class _Trials:
         measured = (Measurement(n, peak, seconds.get(n)) for n, peak in peaks.items())
         return Plan(
             self._batch_size,
-            self._strategy.num_replicas_in_sync,
+            self._replicas,
             int(there),
             self._parts(MemoryCurve(peaks)),
             tuple(measured),
@@ -189,17 +191,14 @@ class _Trials:
         return math.inf if limit is None else limit - self._others
 
     def _batch(self, samples: int) -> Any:
-        distribute = self._strategy.experimental_distribute_values_from_function
-        return tf.nest.map_structure(
-            lambda leaf: None if leaf is None else distribute(lambda _: leaf),
-            self._sample.repeated(min(samples, self._share)),
-        )
+        data = self._sample.repeated(min(samples, self._share))
+        return self._backend.data.on_every_replica(self._model, data)
 
     def _run(self, size: int) -> None:
         # Two micro-batches, so that what is added up is there too.
         data = self._batch(2 * size)
         for _ in range(_UPDATES):
-            self._engine.train_on(data, size)
+            self._trainer.train_on(data, size)
 
     def _seconds(self, size: int) -> float | None:
         """Return the time of an update, from those of a short and a less short one."""
@@ -210,11 +209,13 @@ class _Trials:
                 taken = []
                 for _ in range(_UPDATES):
                     start = time.perf_counter()
-                    logs = self._engine.train_on(data, size)
-                    tf.nest.map_structure(np.asarray, logs)  # or a GPU may not be done
+                    logs = self._trainer.train_on(data, size)
+                    self._backend.ops.map_structure(
+                        np.asarray, logs
+                    )  # or a GPU may not be done
                     taken.append(time.perf_counter() - start)
                 times.append((samples, statistics.median(taken)))
-        except tf.errors.ResourceExhaustedError:  # six micro-batches have more inputs than two
+        except self._backend.OUT_OF_MEMORY:  # six micro-batches have more inputs than two
             return None
         finally:
             self._put_back()
@@ -225,20 +226,17 @@ class _Trials:
 
     def _state_bytes(self) -> int:
         """Return the bytes of variables on the device that has the most of them."""
-        by_device: dict[str, int] = {}
-        for variable in all_variables_of(self._model):
-            # Logical CPUs share one memory.
-            spec = tf.DeviceSpec.from_string(variable.device)
-            device = "CPU" if spec.device_type == "CPU" else variable.device
-            by_device[device] = by_device.get(device, 0) + _bytes(variable)
-        return max(by_device.values())
+        return self._memory.most_on_a_device(all_variables_of(self._model))
+
+    def _bytes(self, values: Any) -> int:
+        return self._backend.data.bytes_of(values)
 
     def _parts(self, curve: MemoryCurve) -> Parts:
-        weights = _bytes(list(self._model.weights))
+        weights = self._bytes(list(self._model.weights))
         return Parts(
             weights=weights,
-            optimizer=_bytes([one.variables for one in optimizers_of(self._model)]),
-            gradients=self._engine.buffer_bytes,
+            optimizer=self._bytes([one.variables for one in optimizers_of(self._model)]),
+            gradients=self._trainer.buffer_bytes,
             batch=self._share * self._bytes_per_sample,
             activations_per_sample=round(curve.per_sample),
         )
@@ -251,82 +249,3 @@ def _sizes(share: int) -> Iterable[int]:
         yield size
         size *= 2
     yield share
-
-
-def _bytes(values: Any) -> int:
-    """Return how many bytes variables and tensors have."""
-    count = 0
-    for leaf in tf.nest.flatten(values, expand_composites=True):
-        if leaf is not None:
-            size = tf.as_dtype(leaf.dtype).size
-            count += size * int(np.prod(leaf.shape, dtype=np.int64))
-    return count
-
-
-def _longest(x: Any, y: Any, sample_weight: Any) -> Any:
-    """Return a batch whose samples are as large as they get in the data."""
-    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)):
-        if y is not None or sample_weight is not None:
-            raise ArgumentError(
-                explain(
-                    received=f"y or sample_weight next to x={type(x).__name__}",
-                    expected="a data set that has its targets and weights",
-                    fix="leave y and sample_weight out",
-                )
-            )
-        return _longest_batch(x)
-    data = (x,) if y is None and sample_weight is None else (x, y, sample_weight)
-    return _longest_rows(data)
-
-
-def _longest_batch(batches: Any) -> Any:
-    if isinstance(batches, tf.data.Dataset):
-        count = int(batches.cardinality())
-        batches = batches if count != tf.data.INFINITE_CARDINALITY else None
-    else:
-        count = batches.num_batches
-        batches = None if count is None else map(batches.__getitem__, range(count))
-    if batches is None:
-        raise ArgumentError(
-            explain(
-                received="a data set without end",
-                expected="one that can be looked through for the longest samples",
-                fix="pass a part of it: dataset.take(100)",
-            )
-        )
-    longest, most = None, -1.0
-    for batch in batches:
-        batch = _longest_rows(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
-        size = _bytes(batch) / max(1, int(sample_count(batch)))
-        if size > most:
-            longest, most = batch, size
-    if longest is None:
-        raise ArgumentError(
-            explain(
-                received="a data set without batches",
-                expected="one batch at least",
-                fix="pass the data the model is to be trained with",
-            )
-        )
-    return longest
-
-
-def _longest_rows(data: Any) -> Any:
-    """Return some samples; the longest alone, if those of a batch differ in length."""
-    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
-    ragged = [leaf for leaf in leaves if isinstance(leaf, tf.RaggedTensor)]
-    first, count = 0, _ROWS
-    if ragged:
-        lengths = tf.add_n([tf.cast(_elements(leaf), tf.float32) for leaf in ragged])
-        first, count = int(tf.argmax(lengths)), 1
-    # Of an array only what is needed becomes a tensor: the whole may be large.
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else as_fit_has_it(leaf[first : first + count]), data
-    )
-
-
-def _elements(ragged: Any) -> Any:
-    counts = tf.ones_like(ragged, tf.int64)
-    while counts.shape.rank > 1:
-        counts = tf.reduce_sum(counts, axis=-1)
-    return counts

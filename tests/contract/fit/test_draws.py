@@ -347,7 +347,7 @@ def test_a_smaller_micro_batch_in_mid_epoch_changes_nothing(float64):
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["draws of micro-batches", "off by one row"])
 def test_a_wrong_offset_is_found(offset, monkeypatch, float64):
-    from bigbatch.tf import draws
+    from bigbatch.backends.tensorflow import draws
 
     check_equals_full_batch(CASES["dropout"], 1e-12, sizes=(8,), windows=())
     right = draws.MicrobatchRows.__init__

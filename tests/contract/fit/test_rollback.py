@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-from bigbatch.keras import compat
+from bigbatch.backends import keras as compat
 from comparison import paired
 from fit_cases import MODES
 
@@ -47,7 +47,7 @@ def build(batch_norm="pooled", **setting):
 
 
 def state(model):
-    keras = compat.keras_of(model)
+    keras = compat.backend_of(model)
     variables = keras.state_of(model) + [keras.native(w) for w in model.weights]
     variables += [keras.native(v) for v in keras.optimizer_variables(model.optimizer)]
     return [variable.numpy() for variable in variables]

@@ -154,7 +154,7 @@ def test_on_replicas(mode, mirrored):
 @pytest.mark.parametrize("name", ["positions", "positions of each sample"])
 def test_rows_of_the_wrong_kind_are_found(name, monkeypatch, float64):
     """Listed where they are to be summed, and the reverse."""
-    from bigbatch.tf import sparse_rows
+    from bigbatch.backends.tensorflow import sparse_rows
 
     check_equals_full_batch(CASES[name], TOLERANCE["float64"], sizes=(5,), windows=())
     right = sparse_rows._parts_of

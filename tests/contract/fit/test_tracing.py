@@ -7,7 +7,7 @@ import pytest
 import bigbatch
 from fit_cases import DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS
 
-from stack import IS_KERAS_2_10, keras
+from stack import keras
 
 
 class Counting(keras.Sequential):
@@ -45,11 +45,10 @@ def test_a_schedule():
 
 
 def test_masks(mode):
-    """One more, that is given up when the first masked term is met (not in Keras 2.10)."""
     layers = [keras.Input((7,)), keras.layers.Embedding(6, 4, mask_zero=True)]
     model = Counting([*layers, keras.layers.Dense(2)])
     fit(model, TOKENS, TOKEN_Y, *MODES[mode])
-    assert Counting.traces == (1 if IS_KERAS_2_10 else 2)
+    assert Counting.traces == 1
 
 
 def test_a_model_that_is_built_by_its_first_batch(mode):

@@ -1,0 +1,1 @@
+"""One adapter for each framework, behind the interface of `base`."""

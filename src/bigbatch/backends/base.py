@@ -1,0 +1,332 @@
+"""What the engine asks of a backend: one framework with one generation of Keras."""
+
+from __future__ import annotations
+
+import abc
+from contextlib import AbstractContextManager as Block
+from typing import Any, Callable, Iterable
+
+
+class Backend(abc.ABC):
+    """A framework and the Keras on it; stateless, one for all models of the kind.
+
+    "On each replica" is inside `strategy.run` on TensorFlow, and everywhere else where there
+    is one replica. A `Block` is a context manager.
+    """
+
+    ops: Any
+    """Operations on tensors: see `bigbatch.backends.tensorflow.ops`."""
+    data: Any
+    """Functions of what `fit` hands over: see `bigbatch.backends.tensorflow.data`."""
+    OUT_OF_MEMORY: type[Exception]
+    LOST_WORKER: tuple[type[Exception], ...] = ()
+    ACTIVITY_REGULARIZER = "activity_regularizer"
+    """The attribute of a model that holds what regularises its outputs."""
+
+    # Where code runs.
+
+    @abc.abstractmethod
+    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function as one graph, unless the model runs eagerly."""
+
+    @abc.abstractmethod
+    def trace_now(self) -> Any:
+        """Return what is being traced: the same object in the same trace."""
+
+    @abc.abstractmethod
+    def replicas(self, model: Any) -> int:
+        """Return on how many replicas a model is trained, over all workers."""
+
+    @abc.abstractmethod
+    def is_multi_worker(self, model: Any) -> bool:
+        """Say whether a model is trained by several processes together."""
+
+    @abc.abstractmethod
+    def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on each replica."""
+
+    @abc.abstractmethod
+    def local_results(self, model: Any, value: Any) -> list[Any]:
+        """Return the values that a result or variable has on the replicas of this process."""
+
+    @abc.abstractmethod
+    def reduce(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function on each replica; return the sum, in one reduction."""
+
+    @abc.abstractmethod
+    def sum_over_replicas(self, values: list[Any]) -> list[Any]:
+        """Return sums over all replicas; called on each of them."""
+
+    @abc.abstractmethod
+    def largest_of_all(self, model: Any, value: int) -> int:
+        """Return the largest of the values that workers call this with."""
+
+    # Micro-batches: how they run and where they are added up.
+
+    @abc.abstractmethod
+    def gradient_sums(self, model: Any) -> Any:
+        """Return places to add up the gradients of one optimizer: see `GradientSums`."""
+
+    @abc.abstractmethod
+    def accumulation(
+        self,
+        model: Any,
+        compute: Callable[[Any, Any], Any],
+        kept: Callable[[], list[Any]],
+        before: Callable[[Any], Any],
+    ) -> Any:
+        """Return what runs a function on micro-batches and adds up: see `Accumulation`."""
+
+    @abc.abstractmethod
+    def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
+        """Return what runs micro-batches twice, around a loss of them all: see `TwoPasses`."""
+
+    @abc.abstractmethod
+    def replica_vector(self, model: Any) -> Any:
+        """Return a variable for a row of numbers, with a value for each replica."""
+
+    @abc.abstractmethod
+    def rollback(self, model: Any, others: Iterable[Any]) -> Any:
+        """Return copies of the state of a model and of other variables: see `Rollback`."""
+
+    @abc.abstractmethod
+    def unchanged(self, variables: Iterable[Any]) -> Block[Callable[[], None]]:
+        """Return a block after which variables are as before; it gives a way to go back."""
+
+    @abc.abstractmethod
+    def updating(
+        self, model: Any, captured: list[Any], results: Any
+    ) -> Block[Callable[[list[Any]], None]]:
+        """Return a block for an update once `results` are there; it gives what applies it."""
+
+    @abc.abstractmethod
+    def out_of_memory(self, message: str) -> Exception:
+        """Return the error that says that a device has no memory left."""
+
+    @abc.abstractmethod
+    def table(self, *, rows: int, columns: int) -> Any:
+        """Return numbers that a graph notes and Python reads: see `Table`."""
+
+    @abc.abstractmethod
+    def memory(self, variables: Iterable[Any]) -> Any:
+        """Return the memory of the devices that variables are on: see `Memory`."""
+
+    @abc.abstractmethod
+    def sample(self, model: Any, data: Any, rows: int) -> Any:
+        """Return a few samples of a batch, to try things with: see `Sample`."""
+
+    # What Keras hands over, and how it is called.
+
+    @abc.abstractmethod
+    def methods(self, model: Any, hooks: Any) -> dict[str, Any]:
+        """Return the methods of a model that are replaced while it accumulates."""
+
+    @abc.abstractmethod
+    def fit(
+        self, hooks: Any, fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `fit`, so that the hooks see epochs begin and end."""
+
+    @abc.abstractmethod
+    def training(self, hooks: Any, model: Any, iterator: Any) -> Block[Any]:
+        """Return a block in which the train function runs; it gives the batches to train on."""
+
+    @abc.abstractmethod
+    def build(self, model: Any, data: Any) -> bool:
+        """Create the state of a model for such data; say whether Keras can before training."""
+
+    @abc.abstractmethod
+    def is_compiled(self, model: Any) -> bool:
+        """Say whether a model has a loss and an optimizer."""
+
+    @abc.abstractmethod
+    def batches_per_call(self, model: Any) -> int:
+        """Return on how many batches the train function is to train when it is called."""
+
+    @abc.abstractmethod
+    def jit_compile(self, model: Any) -> bool:
+        """Say whether micro-batches are to be compiled by XLA."""
+
+    @abc.abstractmethod
+    def train_step_of(self, model: Any) -> Callable[[Any], Any]:
+        """Return the model's `train_step`, a Python function, as `fit` calls it."""
+
+    @abc.abstractmethod
+    def has_custom_train_step(self, model: Any) -> bool:
+        """Say whether the model does not leave `train_step` to Keras."""
+
+    @abc.abstractmethod
+    def uses_inputs_after_call(self, model: Any) -> bool:
+        """Say whether the model may look at its inputs when it computes loss or metrics."""
+
+    @abc.abstractmethod
+    def call(self, model: Any, x: Any, *, training: bool) -> Any:
+        """Call the model as `train_step` does, in training or inference mode."""
+
+    @abc.abstractmethod
+    def unpacked(self, data: Any) -> tuple[Any, Any, Any]:
+        """Return the inputs, targets and sample weights of a batch."""
+
+    @abc.abstractmethod
+    def packed(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        """Return a batch as `train_step` gets it."""
+
+    # What a model is made of.
+
+    @abc.abstractmethod
+    def state_of(self, model: Any) -> list[Any]:
+        """Return the variables that training changes beside weights: metrics, seeds, ..."""
+
+    @abc.abstractmethod
+    def native(self, variable: Any) -> Any:
+        """Return the variable of the framework inside a variable of Keras."""
+
+    @abc.abstractmethod
+    def metrics_variables(self, model: Any) -> list[Any]:
+        """Return the variables of the metrics of a model."""
+
+    @abc.abstractmethod
+    def results(self, model: Any) -> dict[str, Any]:
+        """Return what the metrics of a model say, on this replica."""
+
+    @abc.abstractmethod
+    def metrics_on_replicas(self, model: Any) -> Block[None]:
+        """Return a block in which results of metrics can be read in a loop on replicas."""
+
+    @abc.abstractmethod
+    def is_mean(self, metric: Any) -> bool:
+        """Say whether a metric is the mean of what it is updated with."""
+
+    @abc.abstractmethod
+    def layers_with_other_draws(self, model: Any) -> list[Any]:
+        """Return the layers that draw other random numbers than with the full batch."""
+
+    # The loss.
+
+    @abc.abstractmethod
+    def compile_loss_of(self, model: Any) -> Any:
+        """Return the object that adds up the losses given to `compile`, or `None`."""
+
+    @abc.abstractmethod
+    def number_of_terms(self, model: Any) -> int:
+        """Return of how many losses given to `compile` the loss is the sum, once built."""
+
+    @abc.abstractmethod
+    def compute_loss(self, model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        """Compute the loss as `train_step` does."""
+
+    @abc.abstractmethod
+    def compute_compiled_loss(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        """Compute the losses given to `compile`, and nothing else."""
+
+    @abc.abstractmethod
+    def name_of_loss(self, model: Any) -> str:
+        """Return what the loss of a model is called in messages."""
+
+    @abc.abstractmethod
+    def losses_of_layers(self, model: Any) -> list[Any]:
+        """Return what layers have added to the loss in the last call, without regularisers."""
+
+    @abc.abstractmethod
+    def scaling_sums_of_layers(self, model: Any, factor: Callable[[], Any]) -> Block[Any]:
+        """Return a block in which sums over samples that layers add are scaled."""
+
+    @abc.abstractmethod
+    def add_loss(self, model: Any, loss: Any) -> None:
+        """Add to the loss of a model, while it is called."""
+
+    @abc.abstractmethod
+    def without_losses(self, model: Any) -> Block[None]:
+        """Return a block in which layers have added nothing to the loss when made."""
+
+    @abc.abstractmethod
+    def elements(self, loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, list[Any]] | None:
+        """Return the elements that a loss reduces and their masks; `None` if it is custom."""
+
+    @abc.abstractmethod
+    def value_of(self, loss: Any, y_true: Any, y_pred: Any, weight: Any, by: Any) -> Any:
+        """Return what a loss says of samples, given what it divides by."""
+
+    @abc.abstractmethod
+    def divides_by_replicas(self, replicas: int) -> int:
+        """Return what a term of the loss has been divided by when it leaves its loss."""
+
+    @abc.abstractmethod
+    def watching_loss(
+        self, model: Any, replace: Callable[[Any], Any], record: Callable[[Any, Any], None]
+    ) -> Block[None]:
+        """Return a block in which each compiled loss is replaced by `replace(loss)`."""
+
+    @abc.abstractmethod
+    def losses_of_one_replica(
+        self, model: Any, replicas: int, samples: Any = None
+    ) -> Block[None]:
+        """Return a block in which a replica's loss is its own mean, of `samples` if given."""
+
+    # Optimizers.
+
+    @abc.abstractmethod
+    def is_optimizer(self, value: Any) -> bool:
+        """Say whether a value is an optimizer."""
+
+    @abc.abstractmethod
+    def name_of(self, optimizer: Any) -> str:
+        """Return the name of an optimizer."""
+
+    @abc.abstractmethod
+    def capturing(
+        self,
+        optimizer: Any,
+        apply: Callable[[list[Any], list[Any]], None],
+        weigh: Callable[[Any], Any],
+    ) -> Block[None]:
+        """Return a block in which an optimizer calls `apply(gradients, variables)` instead.
+
+        `weigh` is called with the loss, before it is differentiated, and returns it.
+        """
+
+    @abc.abstractmethod
+    def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Return gradients with the static shapes of their variables."""
+
+    @abc.abstractmethod
+    def scales_loss(self, optimizer: Any) -> bool:
+        """Say whether an optimizer scales the loss, for float16."""
+
+    @abc.abstractmethod
+    def scale_loss(self, optimizer: Any, loss: Any) -> Any:
+        """Return the loss as an optimizer wants it to be differentiated."""
+
+    @abc.abstractmethod
+    def unscaled(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
+        """Return gradients of a scaled loss as `apply` takes them."""
+
+    @abc.abstractmethod
+    def scale_of_gradients(self, optimizer: Any) -> Any:
+        """Return the factor that gradients have when `apply` takes them."""
+
+    @abc.abstractmethod
+    def optimizer_variables(self, optimizer: Any) -> list[Any]:
+        """Return all variables of an optimizer."""
+
+    # Batch normalisation.
+
+    @abc.abstractmethod
+    def is_batch_norm(self, layer: Any) -> bool:
+        """Say whether a layer normalises with the statistics of a batch."""
+
+    @abc.abstractmethod
+    def alone(self, layer: Any) -> Block[None]:
+        """Return a block in which a layer takes the statistics of its own replica."""
+
+    @abc.abstractmethod
+    def clear_statistics(self, layer: Any) -> None:
+        """Make the moving statistics such that a momentum of zero replaces them."""
+
+    @abc.abstractmethod
+    def bias_of_variance(self, layer: Any, count: Any) -> Any:
+        """Return the biased variance over what a layer takes for the variance of elements."""
+
+    @abc.abstractmethod
+    def knows_mask(self, layer: Any) -> bool:
+        """Say whether a layer leaves out of its statistics what is masked."""

@@ -1,0 +1,194 @@
+"""Which backend a model has, and what all generations of Keras have in common.
+
+Names of Keras that are not public are in `backends/` alone; `tests/test_compat*.py` pin them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, Callable
+
+import keras
+
+from bigbatch.backends.base import Backend
+from bigbatch.core import versions
+from bigbatch.errors import ArgumentError, explain
+
+
+def backend_of(model: Any) -> Any:
+    """Return the backend of a model: its Keras, and the framework that it runs on.
+
+    `None` for anything that is not a model of a Keras.
+    """
+    package = _package_of(model)
+    return None if package is None else _backend(package)
+
+
+def _package_of(model: Any) -> str | None:
+    """Return the package whose model it is: "keras", "tf_keras" or none."""
+    for kind in type(model).__mro__:
+        package = kind.__module__.split(".")[0]
+        # In Keras 3 a layer with a `Trainer` is a model, too.
+        if kind.__name__ in ("Model", "Trainer") and package in ("keras", "tf_keras"):
+            return package
+    return None
+
+
+def is_keras_3(model: Any) -> bool:
+    """Say whether a model is one of Keras 3."""
+    return _package_of(model) == "keras" and int(keras.__version__.split(".")[0]) >= 3
+
+
+@functools.lru_cache(maxsize=None)
+def _backend(package: str) -> Backend:
+    if package == "keras" and int(keras.__version__.split(".")[0]) >= 3:
+        module = importlib.import_module("bigbatch.backends.tensorflow.keras3")
+        return module.Keras3OnTensorFlow(keras)
+    # Before TensorFlow 2.16 the public names are those of `tf.keras`.
+    name = "tensorflow.keras" if package == "keras" else package
+    module = importlib.import_module("bigbatch.backends.keras2.backend")
+    return module.Keras2(importlib.import_module(name))
+
+
+class Callback(keras.callbacks.Callback):
+    """A callback for models of every Keras, with nothing to do for single batches."""
+
+    def _implements_train_batch_hooks(self) -> bool:
+        return False
+
+    _implements_test_batch_hooks = _implements_train_batch_hooks
+    _implements_predict_batch_hooks = _implements_train_batch_hooks
+
+
+class KerasBackend(Backend):
+    """The part of a backend that all generations of Keras share.
+
+    Args:
+        package: the public names of Keras.
+    """
+
+    def __init__(self, package: Any) -> None:
+        self.keras = package
+
+    def unpacked(self, data: Any) -> tuple[Any, Any, Any]:
+        return self.keras.utils.unpack_x_y_sample_weight(data)
+
+    def packed(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        return self.keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
+
+    def has_custom_train_step(self, model: Any) -> bool:
+        own = type(model).train_step is not self.keras.Model.train_step
+        return own or "train_step" in vars(model)
+
+    def uses_inputs_after_call(self, model: Any) -> bool:
+        return any(
+            getattr(type(model), name) is not getattr(self.keras.Model, name)
+            or name in vars(model)
+            for name in ("compute_loss", "compute_metrics")
+        )
+
+    def name_of(self, optimizer: Any) -> str:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        return inner.name if hasattr(inner, "name") else inner._name
+
+    def is_mean(self, metric: Any) -> bool:
+        return type(metric) is self.keras.metrics.Mean
+
+
+def check_model(model: Any) -> None:
+    """Raise if `model` is not a Keras model that can be trained here."""
+    if backend_of(model) is None or (
+        is_keras_3(model) and keras.backend.backend() != "tensorflow"
+    ):
+        raise ArgumentError(
+            explain(
+                received=f"model={model!r} ({type(model).__name__}), Keras {keras.__version__} "
+                f"with the backend {keras.backend.backend()!r}",
+                expected="a Keras 3 model on the TensorFlow backend, or a Keras 2 model",
+                fix="pass the model whose fit() is to accumulate; set KERAS_BACKEND=tensorflow",
+            )
+        )
+    if is_keras_3(model):
+        versions.check_keras_3(keras.__version__)
+
+
+def check_keras_3(model: Any, what: str) -> None:
+    """Raise if `what` is asked for a model of Keras 2."""
+    if not is_keras_3(model):
+        raise ArgumentError(
+            explain(
+                received=f"{what} for the Keras 2 model {model.name!r}",
+                expected="a Keras 3 model",
+                fix="bigbatch.accumulate works for both; to try this out, build the model with "
+                "Keras 3",
+            )
+        )
+
+
+def check_compiled(model: Any) -> None:
+    """Raise if a model has no loss and optimizer yet."""
+    if not backend_of(model).is_compiled(model):
+        raise ArgumentError(
+            explain(
+                received="a model that has not been compiled",
+                expected="a model with a loss and an optimizer",
+                fix="call model.compile(...) first",
+            )
+        )
+
+
+def is_multi_worker(model: Any) -> bool:
+    """Say whether a model is trained by several processes together."""
+    return backend_of(model).is_multi_worker(model)
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return the layers of a model, however deep they are."""
+    # In Keras 2 metrics are layers, too.
+    return [
+        layer
+        for layer in model._flatten_layers(include_self=False)
+        if not hasattr(layer, "update_state")
+    ]
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Return the optimizers that a `train_step` may use."""
+    return _held_by(model, backend_of(model).is_optimizer)
+
+
+def metrics_of(model: Any) -> list[Any]:
+    """Return the metrics of a model, also those that its own `metrics` leaves out."""
+    held = _held_by(model, lambda one: hasattr(one, "update_state") and hasattr(one, "result"))
+    return list({id(one): one for one in (*model.metrics, *held)}.values())
+
+
+def _held_by(model: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """Return what is an attribute of the model or its layers, or stands in a list or dict."""
+    unique: dict[int, Any] = {}
+    for owner in (model, *layers_of(model)):
+        for value in list(vars(owner).values()):
+            values = value.values() if isinstance(value, dict) else value
+            for one in values if isinstance(value, (list, tuple, dict)) else (value,):
+                if is_wanted(one):
+                    unique.setdefault(id(one), one)
+    return list(unique.values())
+
+
+def python_function(function: Any) -> Callable[..., Any]:
+    """Return the Python function in a `tf.function`, and any other function as it is.
+
+    Gradients could not get out of a graph of its own.
+    """
+    return getattr(function, "python_function", function)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Attach a mask to a tensor, for Keras to see."""
+    tensor._keras_mask = mask
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the mask Keras has attached to a tensor, or `None`."""
+    return getattr(tensor, "_keras_mask", None)

@@ -1,0 +1,262 @@
+"""What bigbatch has to know of Keras 3, on every framework."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterator
+
+from bigbatch.backends.keras import KerasBackend, layers_of, python_function
+from bigbatch.core.patching import replaced
+
+
+class Keras3(KerasBackend):
+    """The part of a backend that knows Keras 3."""
+
+    def fit(
+        self, hooks: Any, fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        del hooks
+        return fit(model, *args, **kwargs)
+
+    def training(
+        self, hooks: Any, model: Any, iterator: Any
+    ) -> contextlib.AbstractContextManager[Any]:
+        del hooks, model
+        return contextlib.nullcontext(iterator)
+
+    def is_compiled(self, model: Any) -> bool:
+        return bool(model.compiled)
+
+    def batches_per_call(self, model: Any) -> int:
+        return model.steps_per_execution
+
+    def jit_compile(self, model: Any) -> bool:
+        return bool(model.jit_compile)
+
+    def train_step_of(self, model: Any) -> Callable[[Any], Any]:
+        return python_function(model.train_step)
+
+    def call(self, model: Any, x: Any, *, training: bool) -> Any:
+        return model(x, training=training) if model._call_has_training_arg else model(x)
+
+    def without_training(self, layer: Any) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which a layer does as in inference, if it knows the difference."""
+        if not layer._call_has_training_arg:
+            return contextlib.nullcontext()
+        call = layer.call
+        instead = lambda *args, **kwargs: call(*args, **{**kwargs, "training": False})  # noqa: E731
+        return replaced(layer, call=instead)
+
+    # What a model is made of.
+
+    def layers_with_other_draws(self, model: Any) -> list[Any]:
+        del model
+        return []
+
+    def state_of(self, model: Any) -> list[Any]:
+        """Return the variables of a model that training changes beside its weights.
+
+        Metrics, moving statistics and other weights that were made not to be trained, and the
+        state of random layers; not weights that are frozen.
+        """
+        variables = list(model.metrics_variables)
+        for layer in (model, *layers_of(model)):
+            variables += layer._non_trainable_variables
+            variables += [generator.state for generator in layer._seed_generators]
+        return list({id(variable): variable.value for variable in variables}.values())
+
+    def metrics_variables(self, model: Any) -> list[Any]:
+        return model.metrics_variables
+
+    def native(self, variable: Any) -> Any:
+        return getattr(variable, "value", variable)
+
+    def results(self, model: Any) -> dict[str, Any]:
+        return model.get_metrics_result()
+
+    def metrics_on_replicas(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        del model
+        return contextlib.nullcontext()
+
+    # The loss.
+
+    def compile_loss_of(self, model: Any) -> Any:
+        return model._compile_loss
+
+    def number_of_terms(self, model: Any) -> int:
+        return len(model._compile_loss._flat_losses)
+
+    def compute_loss(self, model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        return model._compute_loss(x, y, y_pred, sample_weight, training=True)
+
+    def compute_compiled_loss(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        return model._compile_loss(y, y_pred, sample_weight)
+
+    def name_of_loss(self, model: Any) -> str:
+        if type(model).compute_loss is not self.keras.Model.compute_loss:
+            return f"{type(model).__name__}.compute_loss"
+        terms = model._compile_loss._flat_losses
+        return ", ".join(dict.fromkeys(repr(getattr(term.loss, "name", "?")) for term in terms))
+
+    def losses_of_layers(self, model: Any) -> list[Any]:
+        own = model._get_own_losses()
+        return [*own, *(loss for layer in layers_of(model) for loss in layer._get_own_losses())]
+
+    def add_loss(self, model: Any, loss: Any) -> None:
+        self.keras.Layer.add_loss(model, loss)
+
+    def without_losses(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        del model
+        return contextlib.nullcontext()
+
+    def elements(self, loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, list[Any]] | None:
+        """Return the elements that a loss reduces, and the masks of which it knows.
+
+        `None` if it does not leave the reduction to Keras.
+        """
+        if type(loss).__call__ is not self.keras.losses.Loss.__call__:
+            return None
+
+        def convert(value: Any) -> Any:
+            return self.keras.ops.convert_to_tensor(value, dtype=loss.dtype)
+
+        of = self.keras.tree.map_structure
+        values = loss.call(of(convert, y_true), of(convert, y_pred))
+        masks = [getattr(one, "_keras_mask", None) for one in (y_pred, values)]
+        return values, [mask for mask in masks if mask is not None]
+
+    def value_of(self, loss: Any, y_true: Any, y_pred: Any, weight: Any, by: Any) -> Any:
+        del by
+        return loss(y_true, y_pred, weight)
+
+    def divides_by_replicas(self, replicas: int) -> int:
+        return replicas
+
+    @contextlib.contextmanager
+    def watching_loss(
+        self, model: Any, replace: Callable[[Any], Any], record: Callable[[Any, Any], None]
+    ) -> Iterator[None]:
+        """Return a block in which each loss given to `compile` is replaced by `replace(loss)`.
+
+        What the metric of a loss, if there is one, would be updated with is passed to
+        `record(metric, value)` instead.
+        """
+        compile_loss = model._compile_loss
+        if compile_loss is None:
+            yield
+            return
+        original = compile_loss.call
+
+        def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            terms, metrics = compile_loss._flat_losses, compile_loss._metrics
+            compile_loss._flat_losses = [
+                term._replace(loss=replace(term.loss)) for term in terms
+            ]
+            compile_loss._metrics = [_Recorder(metric, record) for metric in metrics]
+            try:
+                return original(y_true, y_pred, sample_weight)
+            finally:
+                compile_loss._flat_losses, compile_loss._metrics = terms, metrics
+
+        with replaced(compile_loss, call=call):
+            yield
+
+    @contextlib.contextmanager
+    def losses_of_one_replica(
+        self, model: Any, replicas: int, samples: Any = None
+    ) -> Iterator[None]:
+        """Return a block in which a replica's loss is its own mean, of `samples` if given.
+
+        On several replicas Keras divides losses by their number, and multiplies again what it
+        logs. The losses given to `compile` are left to `watching_loss`.
+        """
+        if replicas == 1:
+            yield
+            return
+        aggregate, tracker = model._aggregate_additional_loss, model._loss_tracker
+        update_state = tracker.update_state
+
+        def update(value: Any, sample_weight: Any = None) -> Any:
+            sample_weight = sample_weight if samples is None else samples
+            return update_state(value / replicas, sample_weight=sample_weight)
+
+        with replaced(
+            model, _aggregate_additional_loss=lambda loss: aggregate(loss) * replicas
+        ), replaced(tracker, update_state=update):
+            yield
+
+    # Optimizers.
+
+    def is_optimizer(self, value: Any) -> bool:
+        return isinstance(value, self.keras.optimizers.Optimizer)
+
+    def scales_loss(self, optimizer: Any) -> bool:
+        return isinstance(optimizer, self.keras.optimizers.LossScaleOptimizer)
+
+    def capturing(
+        self,
+        optimizer: Any,
+        apply: Callable[[list[Any], list[Any]], None],
+        weigh: Callable[[Any], Any],
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which an optimizer calls functions and changes nothing.
+
+        Args:
+            optimizer: an optimizer.
+            apply: called with the gradients, and the variables they are of.
+            weigh: called with the loss, before it is differentiated; returns it.
+        """
+        scale_loss = optimizer.scale_loss
+
+        def capture(grads: Any, trainable_variables: Any = None) -> None:
+            if trainable_variables is None:
+                inner = getattr(optimizer, "inner_optimizer", optimizer)
+                trainable_variables = inner._trainable_variables
+            apply(list(grads), list(trainable_variables))
+
+        return replaced(
+            optimizer, apply=capture, scale_loss=lambda loss: scale_loss(weigh(loss))
+        )
+
+    def scale_loss(self, optimizer: Any, loss: Any) -> Any:
+        return optimizer.scale_loss(loss)
+
+    def unscaled(self, optimizer: Any, gradients: list[Any]) -> list[Any]:
+        del optimizer
+        return gradients
+
+    def scale_of_gradients(self, optimizer: Any) -> Any:
+        return optimizer.scale_loss(self.ops.ones())
+
+    def optimizer_variables(self, optimizer: Any) -> list[Any]:
+        return list(optimizer.variables)
+
+    # Batch normalisation.
+
+    def is_batch_norm(self, layer: Any) -> bool:
+        return isinstance(layer, self.keras.layers.BatchNormalization)
+
+    def alone(self, layer: Any) -> contextlib.AbstractContextManager[None]:
+        return replaced(layer, synchronized=False)
+
+    def clear_statistics(self, layer: Any) -> None:
+        """Make the moving statistics such that a momentum of zero replaces them: they are."""
+
+    def bias_of_variance(self, layer: Any, count: Any) -> Any:
+        del layer, count
+        return 1
+
+    def knows_mask(self, layer: Any) -> bool:
+        del layer
+        return True
+
+
+class _Recorder:
+    """Stands in for a metric."""
+
+    def __init__(self, metric: Any, record: Callable[[Any, Any], None]) -> None:
+        self._metric, self._record = metric, record
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        del sample_weight
+        self._record(self._metric, value)

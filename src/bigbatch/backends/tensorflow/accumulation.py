@@ -1,0 +1,198 @@
+"""Run a function on the micro-batches of `fit`, and add up what it returns, replica by replica.
+
+The sums are kept in variables between calls, so that the micro-batches of one batch may come in
+one call (slices of a batch) or in several (batches of the data set).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import tensorflow as tf
+
+from bigbatch.backends.tensorflow.batch import Batch, includes
+from bigbatch.backends.tensorflow.draws import MicrobatchRows, drawing
+from bigbatch.backends.tensorflow.sparse_rows import SparseRows
+from bigbatch.backends.tensorflow.sums import PythonSums, StoredSums
+from bigbatch.backends.tensorflow.tracing import EagerTrace, Told, TracedMicrobatch, traced
+from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE
+from bigbatch.backends.tensorflow.variables import local_variable, this_replica
+
+_CONTEXT = tf.TensorSpec([None], WEIGHT_DTYPE)
+
+
+class Accumulation:
+    """The sum of `compute` over the micro-batches of a batch.
+
+    `clear`, `add` and `value` are called on each replica, in a graph or eagerly.
+
+    Args:
+        strategy: the strategy on whose replicas it runs.
+        compute: called with a vector of numbers that are the same for the whole batch, and the
+            data of a micro-batch; returns a nest of tensors, `IndexedSlices` and `None`.
+        run_eagerly: whether to leave everything to Python.
+        jit_compile: whether XLA compiles `compute`.
+        kept: returns the variables that every micro-batch changes, whatever their new value
+            depends on.
+        before: returns the value that a variable had before the batch.
+        is_traceable: whether `compute`, run eagerly, may be traced to see what it does.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        compute: Callable[[Any, Any], Any],
+        *,
+        run_eagerly: bool,
+        jit_compile: bool,
+        kept: Callable[[], list[Any]],
+        before: Callable[[Any], Any],
+        is_traceable: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._rows = SparseRows(compute)
+        self._jit_compile = jit_compile
+        self._kept = kept
+        self._before = before
+        self._traces: dict[int, list[tuple[TracedMicrobatch, list[Any]]]] = {}
+        self._known_size: int | None = None
+        self._stored: StoredSums | None = None
+        self._python = PythonSums() if run_eagerly else None
+        self._eager_trace = EagerTrace(4 if is_traceable else 0)
+        self._empty: dict[int, Batch] = {}
+        self.once: dict[int, Any] = {}
+        """The variables that change once per batch: the same for any samples. By `id`."""
+        with strategy.scope():
+            self._samples = local_variable(tf.zeros([], tf.int64))
+            self._microbatches = local_variable(tf.zeros([], tf.int64))
+
+    def prepare(self, types: Any, size: int | None) -> None:
+        """Trace `compute` for data of such types, once, and make room for its sum."""
+        self._known_size = size
+        if self._python is not None or self._stored is not None:
+            return
+
+        def local(data: Any) -> Any:
+            self._traced(self._batch(data), size)
+            return tf.zeros([])
+
+        function = tf.function(lambda data: self._strategy.run(local, (data,)), autograph=False)
+        function.get_concrete_function(types)
+        micro = self._first_trace()
+        with self._strategy.scope():
+            self._stored = StoredSums(micro.specs, micro.is_rows)
+
+    def clear(self) -> None:
+        """Begin a batch."""
+        for variable in (self._samples, self._microbatches):
+            variable.assign(tf.zeros([], tf.int64))
+        if self._python is not None:
+            self._python.clear()
+        elif self._stored is not None:
+            self._stored.clear()
+
+    def add(self, context: Any, data: Any, size: Any = None) -> None:
+        """Run micro-batches of `size` samples, or one of all of them, and add them up."""
+        batch = self._batch(data)
+        if self._python is not None:
+            self._add_eagerly(context, batch, size)
+            return
+        assert self._stored is not None
+        stored, micro = self._stored, self._traced(batch, self._known_size)
+        count = tf.convert_to_tensor(batch.count)
+        before = self._samples.read_value()
+        each = tf.maximum(count, 1) if size is None else tf.cast(size, count.dtype)
+
+        def run(micro: TracedMicrobatch, start: Any, leaves: list[Any]) -> None:
+            for variable in micro.once:
+                variable.assign(self._before(variable))
+            first = before + tf.cast(start, tf.int64)
+            stored.add(micro.results(first, leaves, [context]))
+
+        def body(start: Any) -> Any:
+            rows = tf.minimum(each, count - start)
+            run(micro, start, batch.rows(start, rows))
+            return start + rows
+
+        if not micro.is_any_size:
+            most = self._known_size or batch.count
+            for start in range(0, batch.count, most):
+                rows = min(most, batch.count - start)
+                run(self._traced(batch, rows), start, batch.rows(start, rows))
+        elif size is None and not batch.may_be_empty:
+            run(micro, 0, batch.leaves)
+        else:
+            # Of one micro-batch, too, on a replica that may have no samples.
+            tf.while_loop(
+                lambda start: start < count,
+                body,
+                [tf.zeros([], count.dtype)],
+                parallel_iterations=1,  # or two of them would be in memory at the same time
+            )
+        self._samples.assign_add(tf.cast(count, tf.int64))
+        self._microbatches.assign_add(tf.cast((count - 1) // each + 1, tf.int64))
+
+    def value(self) -> Any:
+        """Return the sum so far, in the structure that `compute` returns."""
+        if self._python is not None:
+            sums = self._python.value()
+            if sums is None:  # no samples on this replica: as many zeros as others have sums
+                micro = self._traced(self._empty[this_replica()], None)
+                sums = micro.packed(micro.nothing())
+        else:
+            assert self._stored is not None
+            micro = self._first_trace()
+            sums = micro.packed(self._stored.values())
+        return self._rows.together(sums, self._microbatches.read_value())
+
+    def _batch(self, data: Any) -> Batch:
+        return Batch((data,), may_be_empty=self._strategy.num_replicas_in_sync > 1)
+
+    def _first_trace(self) -> TracedMicrobatch:
+        """Return a trace that tells what `compute` returns."""
+        return next(iter(self._traces.values()))[0][0]
+
+    def _traced(self, batch: Batch, size: int | None) -> TracedMicrobatch:
+        """Return `compute` traced on this replica, for any number of samples if it can be."""
+        known = batch.count if isinstance(batch.count, int) else None
+        known = min(known, size) if known and size else known
+        types = batch.specs(None)
+        traces = self._traces.setdefault(this_replica(), [])
+        for micro, its_types in traces:
+            if micro.fits(known) and includes(its_types, types):
+                return micro
+        kept = self._kept()
+        micro = traced(self._rows, batch, known, self._jit_compile, kept, [_CONTEXT])
+        micro.once = [self._on_this_replica(variable) for variable in micro.once]
+        traces.append((micro, types))
+        self.once.update((id(variable), variable) for variable in micro.once)
+        return micro
+
+    def _on_this_replica(self, variable: Any) -> Any:
+        """Return the part of a variable that is on this replica."""
+        parts = self._strategy.experimental_local_results(variable)
+        return parts[this_replica() % len(parts)]
+
+    def _add_eagerly(self, context: Any, batch: Batch, size: int | None) -> None:
+        assert self._python is not None
+        count = int(batch.count)
+        if not count:
+            self._empty[this_replica()] = batch
+        size = size or max(count, 1)
+        told = Told()
+        if count:
+            kept = self._kept()
+            told = self._eager_trace.of(self._rows, batch, kept, [_CONTEXT])
+            self.once.update((id(variable), variable) for variable in told.once)
+        before = int(self._samples.read_value())
+        for start in range(0, count, size):
+            rows = min(size, count - start)
+            for variable in told.once:
+                variable.assign(self._before(variable))
+            with drawing(MicrobatchRows(before + start, rows, places=told.places)):
+                arguments = batch.arguments(batch.rows(start, rows))
+                results = self._rows.parted(self._rows.compute(context, *arguments))
+            self._python.add(results)
+            del results
+        self._samples.assign_add(count)
+        self._microbatches.assign_add(-(-count // size))

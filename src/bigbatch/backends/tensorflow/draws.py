@@ -1,0 +1,141 @@
+"""Random draws of the full batch, row by row, in each micro-batch.
+
+TensorFlow's stateless draws are a sequence of blocks, numbered by a counter (Philox). The rows
+[s, s + n) of a draw of r numbers per row are the numbers [s·r, (s + n)·r) of that sequence. So
+the draw of a micro-batch begins s·r numbers later, and equals, bit by bit, its rows of the draw
+of the full batch. This holds for uniform, normal and integer draws of every type; under XLA for
+all of them but normal ones, whose order depends on the whole shape. Truncated normal, gamma,
+binomial, Poisson and categorical draws take a varying count of numbers: there every micro-batch
+draws its own. Decision 0017 has the experiment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from typing import Any, Callable, Iterable, Iterator
+
+import tensorflow as tf
+
+from bigbatch.backends.tensorflow.compat import (
+    DRAWS_BY_ROW,
+    PHILOX,
+    drawing_operation,
+    replaced_draws,
+)
+from bigbatch.backends.tensorflow.dependence import Dependence
+
+_BITS_PER_BLOCK = 128
+_BITS_PER_NUMBER = 32  # at least: a number of a narrower type takes as many
+FIRST, ELSEWHERE = "first", "elsewhere"
+_local = threading.local()  # replicas are traced in threads
+
+
+class MicrobatchRows:
+    """Where a micro-batch stands in its batch.
+
+    Args:
+        start: the samples of the batch before this micro-batch.
+        samples: the samples of this micro-batch.
+        dependence: what depends on the samples, if the micro-batch is traced into a graph.
+        places: for each draw in turn, where the samples are in its shape: what a trace has
+            told, for a micro-batch that runs eagerly.
+    """
+
+    def __init__(
+        self,
+        start: Any,
+        samples: Any,
+        dependence: Dependence | None = None,
+        places: Iterable[str | None] = (),
+    ) -> None:
+        self.start = tf.cast(start, tf.int64)
+        self._samples = samples
+        self.dependence = dependence
+        self._told = iter(places)
+        self.places: list[str | None] = []
+        """For each draw in turn, where the samples are in its shape."""
+        self.is_flat = True
+        """Whether no draw stands in a branch, where it may not happen."""
+
+    def place_of(self, shape: Any) -> str | None:
+        """Say where the samples are in the shape of the next draw.
+
+        `FIRST`, `ELSEWHERE` (in another dimension), or `None`: the draw is the same for all.
+        """
+        place = next(self._told, None)
+        if self.dependence is not None:
+            inside = self.dependence.inside_now()
+            self.is_flat = self.is_flat and inside is self.dependence
+            if inside is None:
+                return None
+            is_first = inside.first_dimension(shape)
+            place = FIRST if is_first else ELSEWHERE if inside.of(shape) else None
+        self.places.append(place)
+        return place
+
+    def draw(self, draw: Callable[..., Any], shape: Any, counter: Any, dtype: Any) -> Any:
+        """Return this micro-batch's rows of what `draw(shape, counter)` is for the batch."""
+        bits = max(8 * tf.as_dtype(dtype).size, _BITS_PER_NUMBER)
+        per_block = _BITS_PER_BLOCK // bits
+        shape = tf.convert_to_tensor(shape)
+        count = tf.reduce_prod(tf.cast(shape, tf.int64))
+        samples = tf.maximum(tf.cast(self._samples, tf.int64), 1)
+        first = self.start * (count // samples)
+        counter = _advanced(counter, first // per_block)
+        inner = tf.get_static_value(tf.reduce_prod(shape[1:]))
+        if inner is not None and inner % per_block == 0:  # every row begins with a block
+            return draw(shape, counter)
+        flat = draw(tf.reshape(count + per_block - 1, [1]), counter)
+        return tf.reshape(tf.slice(flat, [first % per_block], [count]), shape)
+
+
+def running() -> MicrobatchRows | None:
+    """Return where the micro-batch stands that this thread runs or traces, if it does."""
+    return getattr(_local, "rows", None)
+
+
+@contextlib.contextmanager
+def drawing(rows: MicrobatchRows) -> Iterator[None]:
+    """Return a block in which draws that follow the samples are rows of the full batch's."""
+    before = running()
+    _local.rows = rows
+    try:
+        with replaced_draws(_draw):
+            yield
+    finally:
+        _local.rows = before
+
+
+def _draw(operation: str, *args: Any, **options: Any) -> Any:
+    """Do what a drawing operation of TensorFlow does, in this thread for a micro-batch."""
+    draw = drawing_operation(operation)
+    rows = running()
+    if rows is None:
+        return draw(*args, **options)
+    given = inspect.signature(draw).bind(*args, **options).arguments
+    # A categorical draw has one row for each row of its logits.
+    shape = given["shape"] if "shape" in given else tf.shape(given["logits"])
+    place = rows.place_of(tf.convert_to_tensor(shape))
+    if place is None:
+        return draw(**given)
+    is_philox = "alg" in given and tf.get_static_value(given["alg"]) in PHILOX
+    if place is FIRST and operation in DRAWS_BY_ROW and is_philox:
+        dtype = given["minval"].dtype if "minval" in given else given.get("dtype", tf.float32)
+
+        def draw_from(shape: Any, counter: Any) -> Any:
+            return draw(**{**given, "shape": shape, "counter": counter})
+
+        return rows.draw(draw_from, shape, given["counter"], dtype)
+    # Other numbers than the full batch's, but not the same in every micro-batch.
+    word = "counter" if "counter" in given else "seed"
+    first, *others = tf.unstack(given[word])
+    given[word] = tf.stack([first, *(one + tf.cast(rows.start, one.dtype) for one in others)])
+    return draw(**given)
+
+
+def _advanced(counter: Any, blocks: Any) -> Any:
+    """Return a counter of 128 bits, low word first, advanced by a number of blocks."""
+    low = counter[0] + tf.cast(blocks, counter.dtype)
+    return tf.stack([low, counter[1] + tf.cast(low < counter[0], counter.dtype)])

@@ -1,0 +1,182 @@
+"""Keras 3 on TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable, Iterator
+
+import tensorflow as tf
+
+from bigbatch.backends.keras import layers_of, optimizers_of
+from bigbatch.backends.keras3 import Keras3
+from bigbatch.backends.tensorflow.compat import variables_of
+from bigbatch.backends.tensorflow.data import next_of, on_next, without_optionals
+from bigbatch.backends.tensorflow.longest import longest
+from bigbatch.backends.tensorflow.mechanics import TensorFlowBackend
+from bigbatch.backends.tensorflow.values import times
+from bigbatch.core.patching import replaced
+from bigbatch.core.versions import version_of
+
+BUILD_BEFORE_FIT = "_maybe_symbolic_build"
+"""The method with which `fit` and `evaluate` build a model that has a strategy."""
+
+END_OF_EPOCH = "_get_metrics_result_or_logs"
+"""The method with which `fit` turns the logs of the last batch into those of the epoch."""
+
+ACTIVITIES_ARE_MEANS = (3, 14)
+"""The first Keras 3 that divides what an activity regulariser returns by the samples."""
+
+
+class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
+    """The backend of Keras 3 models on TensorFlow."""
+
+    longest = staticmethod(longest)
+
+    def methods(self, model: Any, hooks: Any) -> dict[str, Any]:
+
+        def build(iterator: Any = None, data_batch: Any = None) -> None:
+            self.build_under_strategy(model, iterator, data_batch)
+            if iterator is None:
+                hooks.batches_per_epoch = None
+            else:
+                hooks.begin(batches_of(iterator), certain_batches_of(iterator))
+
+        def end_epoch(logs: Any) -> Any:
+            # Evaluation ends here too, perhaps in the middle of a window, with logs of its own.
+            end = functools.partial(getattr(type(model), END_OF_EPOCH), model)
+            if logs is not hooks.logs:
+                return end(logs)
+            return {**end(hooks.trainer.flush() or logs), **hooks.extra_logs()}
+
+        methods = {BUILD_BEFORE_FIT: build, END_OF_EPOCH: end_epoch}
+        if hooks.is_multi_worker:
+            make = functools.partial(_make_test_function, model)
+            return {**methods, "make_test_function": make}
+        return methods
+
+    def build(self, model: Any, data: Any) -> bool:
+        """Create the state of a model, its metrics, loss and optimizer for such `data`.
+
+        Returns:
+            Whether Keras can. What it cannot build without data (no `call`, ragged inputs) is
+            built in the first trace, as Keras itself does.
+        """
+        if model._distribute_strategy is None:
+            try:
+                model._symbolic_build(data_batch=data)
+            except (RuntimeError, AttributeError):
+                return False
+        return True  # under a strategy before it is trained: `build_under_strategy`
+
+    def build_under_strategy(self, model: Any, iterator: Any, data_batch: Any) -> None:
+        """Do what the method `BUILD_BEFORE_FIT` does, from one replica's part of the data.
+
+        Keras averages the parts, which fails if they differ in size or on several workers.
+        """
+        strategy = model._distribute_strategy
+        if strategy is None:
+            return
+        if iterator is not None:
+            data_batch = next(next(iter(iterator))[-1])
+        data_batch = tf.nest.map_structure(
+            lambda leaf: strategy.experimental_local_results(leaf)[0], data_batch
+        )
+        with strategy.scope():
+            model._symbolic_build(data_batch=data_batch)
+
+    def scaling_sums_of_layers(
+        self, model: Any, factor: Callable[[], Any]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which what layers add to the loss as a sum over samples is scaled.
+
+        By `factor()`, unless that is `None`. In older versions activity regularisers do.
+        """
+        stack = contextlib.ExitStack()
+        if version_of(self.keras.__version__) >= ACTIVITIES_ARE_MEANS:
+            return stack
+
+        def scaled(regularizer: Any, outputs: Any) -> Any:
+            value, by = tf.convert_to_tensor(regularizer(outputs)), factor()
+            return value if by is None else times(value, by)
+
+        for layer in (model, *layers_of(model)):
+            regularizer = layer.activity_regularizer
+            if regularizer is not None:
+                instead = functools.partial(scaled, regularizer)
+                stack.enter_context(replaced(layer, activity_regularizer=instead))
+        return stack
+
+    @contextlib.contextmanager
+    def noting_gradients(self, model: Any) -> Iterator[dict[int, Any]]:
+        """Return a block in which the gradients that optimizers are given are noted."""
+        noted: dict[int, Any] = {}
+        variables = model.trainable_variables
+        places = {id(one): tf.Variable(tf.zeros(one.shape, one.dtype)) for one in variables}
+
+        def noting(optimizer: Any) -> Callable[..., Any]:
+            apply = optimizer.apply
+
+            def apply_and_note(grads: Any, trainable_variables: Any = None) -> Any:
+                grads = list(grads)
+                variables = trainable_variables or variables_of(optimizer)
+                scale = optimizer.scale_loss(tf.ones([]))  # of the loss: of gradients too
+                for variable, gradient in zip(variables, grads):
+                    if gradient is not None and id(variable) in places:
+                        place = noted[id(variable)] = places[id(variable)]
+                        value = tf.convert_to_tensor(gradient)
+                        place.assign(value / tf.cast(scale, value.dtype))
+                return apply(grads, trainable_variables)
+
+            return apply_and_note
+
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers_of(model):
+                stack.enter_context(replaced(optimizer, apply=noting(optimizer)))
+            yield noted
+
+
+def batches_of(epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
+    """Return the number of batches in an epoch, their size, and that of a smaller last one."""
+    adapter = epoch_iterator.data_adapter
+    size = rest = None
+    with contextlib.suppress(NotImplementedError):  # adapters may not know
+        size = adapter.batch_size
+        if not epoch_iterator.steps_per_epoch:
+            rest = adapter.partial_batch_size
+    if size is None:  # a data set may still know it
+        leaf = tf.nest.flatten(epoch_iterator._distributed_dataset.element_spec)[0]
+        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
+            size = leaf.shape[0]
+    return epoch_iterator.num_batches, size, rest
+
+
+def certain_batches_of(epoch_iterator: Any) -> int | None:
+    """Return after how many batches every epoch ends, or `None` if that is not certain.
+
+    Some epochs are shorter if the data ends before `steps_per_epoch`, or not at a multiple.
+    """
+    if epoch_iterator.steps_per_epoch and epoch_iterator.data_adapter.num_batches:
+        return None
+    return epoch_iterator.num_batches
+
+
+def _make_test_function(model: Any, force: bool = False) -> Any:
+    """Make what Keras makes, but for several workers, where that fails on numbers."""
+    strategy = model.distribute_strategy
+
+    def on_batch(data: Any) -> dict[str, Any]:
+        logs = strategy.run(model.test_step, args=(without_optionals(data),))
+        mean = functools.partial(strategy.reduce, tf.distribute.ReduceOp.MEAN, axis=None)
+        return {name: mean(value) for name, value in logs.items()}
+
+    def test(iterator: Any) -> dict[str, Any]:
+        if model.steps_per_execution == 1:
+            return on_batch(next_of(iterator))
+        return on_next(iterator, on_batch, model.steps_per_execution)[1]
+
+    if model.test_function is None or force:
+        model.test_function = test
+        if not model.run_eagerly:
+            model.test_function = tf.function(test, reduce_retracing=True, autograph=False)
+    return model.test_function

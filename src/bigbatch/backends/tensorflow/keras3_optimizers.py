@@ -1,0 +1,46 @@
+"""What bigbatch needs to know of the optimizers of Keras 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bigbatch.backends.tensorflow.compat import variables_of
+from bigbatch.backends.tensorflow.plain_optimizers import (
+    PlainOptimizer,
+    refuse_unknown,
+    settings_of,
+)
+
+
+class Keras3Optimizer(PlainOptimizer):
+    """An optimizer of Keras 3.
+
+    It is called outside `strategy.run`: there it makes no reduction of its own, and what it
+    clips is the gradient of all replicas.
+    """
+
+    is_traced = True
+
+    @staticmethod
+    def fits(optimizer: Any) -> bool:
+        """Say whether this is such an optimizer."""
+        return all(hasattr(optimizer, name) for name in ("apply", "build", "built"))
+
+    def __init__(self, optimizer: Any, variables: list[Any]) -> None:
+        super().__init__(optimizer, variables)
+        if not optimizer.built:
+            optimizer.build(variables)
+        known = {id(_native(variable)) for variable in variables_of(optimizer)}
+        refuse_unknown(v for v in variables if id(_native(v)) not in known)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return what is read while an update is traced."""
+        found = settings_of(self._optimizer, "_learning_rate")
+        inner = getattr(self._optimizer, "inner_optimizer", None)
+        return (*found, *([] if inner is None else settings_of(inner, "_learning_rate")))
+
+
+def _native(variable: Any) -> Any:
+    """Return the `tf.Variable` inside a Keras variable, and any other variable as it is."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value

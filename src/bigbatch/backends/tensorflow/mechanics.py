@@ -1,0 +1,152 @@
+"""How the engine runs on TensorFlow: graphs, strategies, sums, copies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable, Iterable, Iterator
+
+import tensorflow as tf
+
+from bigbatch.backends.base import Backend
+from bigbatch.backends.tensorflow import data, ops, replicas, rollback
+from bigbatch.backends.tensorflow.accumulation import Accumulation
+from bigbatch.backends.tensorflow.compat import outside_strategy_scope
+from bigbatch.backends.tensorflow.memory import Memory
+from bigbatch.backends.tensorflow.optimizers import adapted
+from bigbatch.backends.tensorflow.sample import Sample
+from bigbatch.backends.tensorflow.sums import GradientSums
+from bigbatch.backends.tensorflow.table import Table
+from bigbatch.backends.tensorflow.two_passes import TwoPasses
+from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
+from bigbatch.backends.tensorflow.variables import local_variable
+
+
+class TensorFlowBackend(Backend):
+    """The part of a backend that Keras 2 and Keras 3 share on TensorFlow."""
+
+    ops = ops
+    data = data
+    OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
+    LOST_WORKER = (
+        tf.errors.UnavailableError,
+        tf.errors.AbortedError,
+        tf.errors.CancelledError,
+    )
+
+    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        if model.run_eagerly:
+            return function
+        # Or TensorFlow would warn that methods of many models are traced many times.
+        function = functools.partial(function)
+        return tf.function(function, reduce_retracing=True, autograph=False)
+
+    def trace_now(self) -> Any:
+        return tf.compat.v1.get_default_graph()
+
+    def replicas(self, model: Any) -> int:
+        return model.distribute_strategy.num_replicas_in_sync
+
+    def is_multi_worker(self, model: Any) -> bool:
+        strategy = model.distribute_strategy
+        return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+    def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        return model.distribute_strategy.run(function, args=args)
+
+    def local_results(self, model: Any, value: Any) -> list[Any]:
+        return list(model.distribute_strategy.experimental_local_results(value))
+
+    def reduce(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        structure: Any = None
+
+        def flat(*args: Any) -> list[Any]:
+            nonlocal structure
+            result = function(*args)
+            structure = tf.nest.map_structure(lambda _: 0, result)
+            return tf.nest.flatten(result)
+
+        strategy, variables = model.distribute_strategy, model.trainable_variables
+        sums = replicas.sum_from_outside(strategy, variables, flat, args)
+        return tf.nest.pack_sequence_as(structure, sums)
+
+    def sum_over_replicas(self, values: list[Any]) -> list[Any]:
+        return replicas.sum_from_inside(values)
+
+    def largest_of_all(self, model: Any, value: int) -> int:
+        return replicas.largest_of_all(model.distribute_strategy, value)
+
+    def gradient_sums(self, model: Any) -> GradientSums:
+        with model.distribute_strategy.scope():
+            return GradientSums(model.trainable_variables)
+
+    def accumulation(
+        self,
+        model: Any,
+        compute: Callable[[Any, Any], Any],
+        kept: Callable[[], list[Any]],
+        before: Callable[[Any], Any],
+    ) -> Accumulation:
+        return Accumulation(
+            model.distribute_strategy,
+            compute,
+            run_eagerly=model.run_eagerly,
+            jit_compile=self.jit_compile(model),
+            kept=kept,
+            before=before,
+            # A custom `train_step` may keep tensors for Python code to look at.
+            is_traceable=not self.has_custom_train_step(model),
+        )
+
+    def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
+        several = self.replicas(model) > 1
+        return lambda nest, size: TwoPasses(
+            nest, size, may_be_empty=several, jit_compile=self.jit_compile(model), kept=kept()
+        )
+
+    def replica_vector(self, model: Any) -> Any:
+        with model.distribute_strategy.scope():
+            return local_variable(tf.zeros([0], WEIGHT_DTYPE), tf.TensorShape([None]))
+
+    def rollback(self, model: Any, others: Iterable[Any]) -> rollback.Rollback:
+        strategy = model.distribute_strategy
+        variables = self.state_of(model)
+        local = strategy.experimental_local_results
+        known = {id(part.handle) for variable in variables for part in local(variable)}
+        others = [variable for variable in others if id(variable.handle) not in known]
+        return rollback.Rollback(strategy, [*variables, *others])
+
+    def unchanged(self, variables: Iterable[Any]) -> Any:
+        return rollback.unchanged(variables)
+
+    @contextlib.contextmanager
+    def updating(
+        self, model: Any, captured: list[Any], results: Any
+    ) -> Iterator[Callable[[list[Any]], None]]:
+        strategy = model.distribute_strategy
+        with tf.init_scope(), strategy.scope():
+            # Optimizers that Keras does not know of make their variables here.
+            optimizers = [adapted(one.optimizer, one.variables) for one in captured]
+
+        def apply(gradients: list[list[Any]]) -> None:
+            for optimizer, mean in zip(optimizers, gradients):
+                optimizer.apply(strategy, mean)
+
+        # Or an update counter would count one that then fails for want of its gradients.
+        with outside_strategy_scope(), after(tf.nest.flatten(results)):
+            yield apply
+
+    def out_of_memory(self, message: str) -> Exception:
+        return tf.errors.ResourceExhaustedError(None, None, message)
+
+    def table(self, *, rows: int, columns: int) -> Table:
+        return Table(rows=rows, columns=columns)
+
+    def memory(self, variables: Iterable[Any]) -> Memory:
+        return Memory(variable.device for variable in variables)
+
+    def sample(self, model: Any, data: Any, rows: int) -> Sample:
+        return Sample(self, model, data, rows)
+
+    def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        return list(map(shaped, gradients, variables))

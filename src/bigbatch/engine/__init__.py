@@ -1,0 +1,1 @@
+"""What a batch goes through in `fit`, written once for every backend."""

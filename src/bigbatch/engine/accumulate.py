@@ -1,0 +1,109 @@
+"""`accumulate` and `restore`: switch accumulation on and off for a Keras model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bigbatch.backends.keras import backend_of, check_model
+from bigbatch.core.size_search import chosen_size
+from bigbatch.core.window import AccumulationSteps
+from bigbatch.engine.hooks import attach, detach, size_of
+from bigbatch.engine.settings import Setting
+
+
+def accumulate(
+    model: Any,
+    *,
+    microbatch_size: int | str | None = None,
+    accumulation_steps: AccumulationSteps = None,
+    batch_norm: str = "pooled",
+    coupled: bool = False,
+) -> Any:
+    """Let `model.fit` accumulate gradients, with the update of the full batch.
+
+    `fit`, callbacks, the optimizer and saving stay as they are. There are two modes:
+
+    - `microbatch_size=32` cuts the batches that `fit` is given: `fit(batch_size=256)` makes
+      one update of 256 samples, and holds 32 of them on the device at a time;
+    - `accumulation_steps=8` groups the batches of the data set: eight of them make one update.
+      The last window of an epoch may be shorter; it is applied before validation.
+
+    The model's own `train_step` runs on each micro-batch; its gradients are collected, and
+    the optimizer gets one gradient list per update. What is saved is the plain model. If a
+    batch fails, metrics, moving statistics and weights are those before it.
+
+    Every term of the compiled loss is divided by what it has in the whole batch: samples,
+    valid elements under a mask, the sum of the sample weights. What `add_loss`, an own
+    `compute_loss` or an own `train_step` adds is taken to be a mean over samples.
+
+    Can be called before or after `compile`, after `load_model`, and again with another
+    setting. `restore` undoes it.
+
+    Args:
+        model: a Keras 3 model (TensorFlow backend), or a Keras 2 model (`tf_keras`, or
+            `tf.keras` of TensorFlow 2.10 to 2.15).
+        microbatch_size: samples per micro-batch; under a `tf.distribute` strategy, per
+            micro-batch and replica. "auto": the largest that fits the device, measured at the
+            first batch; a batch that runs out of memory all the same is rolled back and run
+            again with micro-batches half as large.
+        accumulation_steps: batches of the data set per update: a number, or a function from
+            the number of updates made to one (a batch-size schedule).
+        batch_norm: what BatchNormalization does, which normalises with the statistics of a
+            micro-batch: "pooled" (its moving statistics are moved once per batch, by those of
+            the whole batch), "microbatch" (as Keras has it) or "frozen" (inference mode). On
+            several replicas a micro-batch's statistics are those of one replica, also with
+            `synchronized=True`.
+        coupled: whether samples of a batch meet in the loss, as in contrastive losses. Then
+            two passes are made over a batch: outputs first, the loss of the whole batch, and
+            gradients in the second pass. Exact for every loss of the outputs, for one more
+            forward pass; not for models with an own `train_step`, and not if samples also
+            meet in a layer.
+
+    Returns:
+        The same model.
+
+    Example:
+        >>> import keras
+        >>> import numpy as np
+        >>> import bigbatch
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> model = bigbatch.accumulate(model, microbatch_size=32)
+        >>> history = model.fit(np.ones((600, 4)), np.ones((600, 1)), batch_size=256, verbose=0)
+        >>> int(model.optimizer.iterations)  # 256 + 256 + 88 samples
+        3
+    """
+    check_model(model)
+    setting = Setting(microbatch_size, accumulation_steps, batch_norm, coupled)
+    detach(model)
+    attach(model, setting)
+    return model
+
+
+def microbatch_size(model: Any) -> int | None:
+    """Return the samples per micro-batch (and replica) with which a model trains.
+
+    Args:
+        model: a model, or a `loss_fn` that was passed to `value_and_gradients` with "auto".
+
+    Returns:
+        The number given to `accumulate`, or the one that "auto" has chosen; `None` if it has
+        not chosen yet, in window mode, and for a model that does not accumulate.
+    """
+    if callable(model) and backend_of(model) is None:
+        return chosen_size(model)
+    check_model(model)
+    return size_of(model)
+
+
+def restore(model: Any) -> Any:
+    """Undo `accumulate`: the model trains as if it had never been called.
+
+    A window that `train_on_batch` has left open is applied first.
+
+    Returns:
+        The same model.
+    """
+    check_model(model)
+    detach(model)
+    return model

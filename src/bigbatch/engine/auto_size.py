@@ -1,0 +1,84 @@
+"""Micro-batches as large as the device has memory for: chosen, and made smaller if need be."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from bigbatch.core.memory import readable
+from bigbatch.core.size_search import with_smaller_ones
+from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.trainer import Trainer
+from bigbatch.engine.trial import largest_trial_that_fits, memory_of
+
+
+class AutoSlices:
+    """Split mode with a size that is chosen here.
+
+    The size is chosen at the first batch, from the peak memory of trial updates that are
+    undone. A batch that runs out of memory all the same is rolled back and run again with
+    micro-batches half as large.
+
+    Args:
+        say: called with what users may want to know.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.size: int | None = None
+        """The samples per micro-batch and replica, once they are chosen."""
+        self.batches_per_epoch: int | None = None
+        """Not used: every call of `train` makes whole updates."""
+
+    def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
+        """Make one update from each of the next batches; return the logs."""
+        functions = trainer.backend.data
+        types = iterator.element_spec if functions.is_iterator(iterator) else None
+        count = trainer.backend.batches_per_call(trainer.model)
+        logs: dict[str, Any] = {}
+        for data in functions.next_batches(iterator, count):
+            trainer.phases.prepare(data if types is None else types, Lengths.SAME, None)
+            data = functions.without_optionals(data)
+            if self.size is None:
+                self.size = self._choose(trainer, data)
+            logs = self._train_on(trainer, data)
+        return logs
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a batch is half done: never between calls."""
+        return False
+
+    def flush(self, trainer: Trainer) -> None:
+        """Do nothing: no batch is half done."""
+
+    def forget(self) -> None:
+        """Do nothing, for the same reason."""
+
+    def _train_on(self, trainer: Trainer, data: Any) -> dict[str, Any]:
+        """Make one update, with smaller micro-batches if it has to be."""
+        backend, model = trainer.backend, trainer.model
+        largest = backend.data.largest_count(model.distribute_strategy, data)
+
+        def run(size: int) -> dict[str, Any]:
+            if size < largest:
+                trainer.check.at(data, size)
+            with trainer.phases.rollback.undone_if(backend.OUT_OF_MEMORY):
+                return trainer.train_on(data, size)
+
+        assert self.size is not None
+        logs, self.size = with_smaller_ones(
+            run,
+            self.size,
+            memory=lambda: memory_of(model),
+            largest=lambda: backend.largest_of_all(model, largest),
+        )
+        return logs
+
+    def _choose(self, trainer: Trainer, data: Any) -> int:
+        chosen = largest_trial_that_fits(trainer, data)
+        if chosen.limit is not None:
+            self._say(
+                f"bigbatch: micro-batches of {chosen.size} samples, which take about "
+                f"{readable(chosen.peak)} of {readable(chosen.limit)}"
+            )
+        return chosen.size

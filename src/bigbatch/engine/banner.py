@@ -1,0 +1,139 @@
+"""What is said before training: how batches are made up, and what cannot be equal."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any, Iterable
+
+from bigbatch.backends.keras import backend_of
+from bigbatch.engine.batch_norm import batch_norms_of, is_pooled
+from bigbatch.engine.settings import Setting
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The batches that `fit` is given in one epoch; `None` is not known."""
+
+    batches: int | None
+    batch_size: int | None
+    rest: int | None
+    """The samples of the last batch, if it is smaller."""
+
+
+def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
+    """Return a line or two about how a model will train."""
+    replicas = backend_of(model).replicas(model)
+    describe = _split if setting.microbatch_size is not None else _window
+    parts = describe(setting, epoch, replicas)
+    if setting.coupled:
+        parts.append("two passes for a coupled loss")
+    variables = model.trainable_variables if model.built else []
+    count = sum(_width(v.dtype) * math.prod(v.shape) for v in variables)
+    if count:
+        parts.append(f"gradient buffer {_bytes(count)}")
+    lines = [", ".join(parts)]
+    different = _differences(model, setting.batch_norm)
+    size, batch = setting.microbatch_size, epoch.batch_size
+    size = None if isinstance(size, str) else size
+    is_plain = setting.accumulation_steps == 1 or (size and batch and size >= batch)
+    if different and not is_plain:
+        lines.append("not equal to the full batch: " + "; ".join(different))
+    return "\n".join(f"bigbatch: {line}" for line in lines)
+
+
+def warn_of_conflicts(setting: Setting, epoch: Epoch, callbacks: Iterable[Any]) -> None:
+    """Warn if something else that was asked for works against accumulation."""
+    steps = setting.accumulation_steps
+    if not isinstance(steps, int) or steps == 1:
+        return
+    if epoch.batches is not None and steps > epoch.batches:
+        _warn(
+            f"accumulation_steps={steps} is more than the {epoch.batches} batches of an epoch: "
+            "every update is made of those. Choose fewer, or smaller batches."
+        )
+    for callback in callbacks:
+        frequency = getattr(callback, "save_freq", None)
+        if isinstance(frequency, int) and frequency % steps:
+            _warn(
+                f"{type(callback).__name__}(save_freq={frequency}) saves in the middle of a "
+                f"window: gradients accumulated since the last update are not saved. Choose a "
+                f"multiple of accumulation_steps={steps}, or 'epoch'."
+            )
+
+
+def _width(dtype: Any) -> int:
+    """Return the bytes of a number in which gradients of a type are added up."""
+    return 8 if "64" in str(dtype) else 4
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"bigbatch: {message}", stacklevel=2)
+
+
+def _split(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
+    size, batch = setting.microbatch_size, epoch.batch_size
+    if not isinstance(size, int):
+        parts = ["each batch in micro-batches as large as the memory allows"]
+    else:
+        parts = [f"each batch in micro-batches of {size}"]
+    if isinstance(size, int) and batch is not None:
+        share = -(-batch // replicas)
+        count, size = -(-share // size), min(size, share)
+        exact = count * size * replicas == batch
+        product = _product(size, count, replicas)
+        parts = [f"batch {batch} = {product}" if exact else f"batch {batch} in {product}"]
+    if epoch.batches is not None:
+        parts.append(f"{_plural(epoch.batches, 'update')} per epoch")
+        if epoch.rest:
+            parts.append(f"the last of {_plural(epoch.rest, 'sample')}")
+    return parts
+
+
+def _window(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
+    steps, batch = setting.accumulation_steps, epoch.batch_size
+    if not isinstance(steps, int):
+        return ["batches per update by a schedule", "an epoch ends with an update"]
+    parts = [f"{_plural(steps, 'batch', 'es')} of the data set per update"]
+    if batch is not None:
+        parts = [f"batch {batch * steps} = {_product(batch, steps, 1)}"]
+        if replicas > 1:
+            parts[0] += f" over {replicas} replicas"
+    if epoch.batches is not None:
+        updates, rest = -(-epoch.batches // steps), epoch.batches % steps
+        parts.append(f"{_plural(updates, 'update')} per epoch")
+        if rest:
+            parts.append(f"the last of {_plural(rest, 'micro-batch', 'es')}")
+    return parts
+
+
+def _product(size: int, count: int, replicas: int) -> str:
+    text = f"{_plural(size, 'sample')} × {_plural(count, 'micro-batch', 'es')}"
+    return text + (f" × {replicas} replicas" if replicas > 1 else "")
+
+
+def _differences(model: Any, batch_norm: str) -> list[str]:
+    """Say which layers cannot do what they do with the full batch, and why."""
+    norms = batch_norms_of(model)
+    pooled = [layer for layer in norms if is_pooled(layer, batch_norm)]
+    others = [layer for layer in norms if layer not in pooled]
+    because = {
+        "statistics of micro-batches, moving statistics pooled": pooled,
+        "frozen" if batch_norm == "frozen" else "statistics of micro-batches": others,
+        "random draws": backend_of(model).layers_with_other_draws(model),
+    }
+    return [f"{_names(layers)} ({why})" for why, layers in because.items() if layers]
+
+
+def _names(layers: list[Any], shown: int = 5) -> str:
+    names = ", ".join(layer.name for layer in layers[:shown])
+    return names + (f" and {len(layers) - shown} more" if len(layers) > shown else "")
+
+
+def _plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count} {noun}" + (ending if count != 1 else "")
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

@@ -1,0 +1,277 @@
+"""Where the micro-batches of a batch come from."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Iterator
+
+from bigbatch.backends.keras import optimizers_of
+from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
+from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.trainer import Trainer
+
+_WHOLE = 2**31 - 1
+"""A micro-batch size that no batch is larger than."""
+
+
+class Slices:
+    """Split mode: each batch makes one update, and its micro-batches are slices of it.
+
+    Args:
+        size: samples per micro-batch, on each replica; `UNBOUNDED`: all.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.batches_per_epoch: int | None = None
+        """Not used: every call of `train` makes whole updates."""
+
+    def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
+        """Make one update from each of the next batches; return the logs."""
+        data, model = trainer.backend.data, trainer.model
+        count = trainer.backend.batches_per_call(model)
+        types = iterator.element_spec if data.is_iterator(iterator) else None
+        size = _WHOLE if self.size == UNBOUNDED else self.size
+        if types is not None:
+            self._prepare(trainer, types)
+            if trainer.check.is_done or self.size == UNBOUNDED:
+                # A number that is known when the graph is built makes a simpler one.
+                number = 1 if count == 1 else trainer.integer(count)
+                return trainer.phases.train_next(iterator, number, trainer.integer(size))
+        logs: dict[str, Any] = {}
+        for batch in data.next_batches(iterator, count):
+            if types is None:
+                self._prepare(trainer, batch)
+            if self.size != UNBOUNDED:  # or the batch is whole
+                trainer.check.at(batch, self.size)
+            logs = trainer.train_on(batch, size)
+        return logs
+
+    def _prepare(self, trainer: Trainer, data: Any) -> None:
+        trainer.phases.prepare(data, Lengths.SAME, self.size or None)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a batch is half done: never between calls."""
+        return False
+
+    def flush(self, trainer: Trainer) -> None:
+        """Do nothing: no batch is half done."""
+
+    def forget(self) -> None:
+        """Do nothing, for the same reason."""
+
+
+class Batches:
+    """Window mode: several batches of the data set, each a micro-batch, make one update.
+
+    The batches of a window are left to the iterator until `fit` has asked for the last of them,
+    and then run in one graph. The first batch of an epoch runs as it comes, so that there are
+    logs, and so does every batch if it is not known when an epoch ends. If a term of the loss
+    has to know numbers of the whole window, its batches are held, and run when all are there.
+
+    Args:
+        accumulation_steps: batches of the data set per update, or a schedule.
+    """
+
+    def __init__(self, accumulation_steps: AccumulationSteps) -> None:
+        self._accumulation_steps = accumulation_steps
+        self.batches_per_epoch: int | None = None
+        """After how many batches an epoch ends, if that is certain."""
+        self._length = 0
+        self._filled = 0
+        self._held: list[Any] = []
+        self._begin_epoch()
+
+    def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
+        """Train on the next batches of `iterator`, at once or later; return the logs."""
+        is_iterator = trainer.backend.data.is_iterator(iterator)
+        iterator = iterator if is_iterator else iter(iterator)
+        count = trainer.backend.batches_per_call(trainer.model)
+        self._asked += count if is_iterator else 0
+        if is_iterator and self._can_wait(trainer):
+            self._iterator = iterator
+            self._waiting += count
+            self._run_waiting(trainer, is_last=self._asked >= (self.batches_per_epoch or 0))
+        else:
+            self._run_now(trainer, iterator, count)
+        return self._logs
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a window has begun."""
+        return self._filled > 0
+
+    def flush(self, trainer: Trainer) -> dict[str, Any] | None:
+        """Make one update of what is left of an epoch; return the logs, if there are any."""
+        logs = None
+        if self._waiting:
+            with contextlib.suppress(*trainer.backend.data.END_OF_DATA):
+                self._run_waiting(trainer, is_last=True)
+            logs = self._logs
+        if self._filled:
+            logs = self._finish(trainer)
+        self._begin_epoch()
+        return logs
+
+    def forget(self) -> None:
+        """Forget the window and the epoch."""
+        self._end_window()
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        self._asked, self._waiting = 0, 0
+        self._logs: Any = None
+        self._iterator: Any = None
+
+    def _end_window(self) -> None:
+        self._length, self._filled, self._held = 0, 0, []
+
+    def _can_wait(self, trainer: Trainer) -> bool:
+        """Say whether batches can be left to the iterator, as nobody needs their logs yet."""
+        is_ready = trainer.phases.rollback is not None and trainer.check.is_done
+        is_streamed = not self._holds(trainer) and not trainer.model.run_eagerly
+        return is_ready and is_streamed and bool(self._logs) and bool(self.batches_per_epoch)
+
+    def _holds(self, trainer: Trainer) -> bool:
+        """Say whether the batches of a window are held until all are there."""
+        return trainer.phases.needs_counts or trainer.phases.full_batch_loss is not None
+
+    def _run_waiting(self, trainer: Trainer, *, is_last: bool) -> None:
+        """Make the updates for which enough batches wait in the iterator, or a short one."""
+        per_call = trainer.backend.batches_per_call(trainer.model)
+        is_any = False
+        while self._waiting:
+            self._begin_window(trainer)
+            missing = self._length - self._filled
+            if self._waiting < missing and not is_last:
+                return
+            wanted = min(self._waiting, missing)
+            expected, self._waiting = self._waiting, self._waiting - wanted
+            try:
+                done = self._run_window(trainer, self._iterator, wanted)
+            except trainer.backend.data.END_OF_DATA:
+                self._waiting = 0
+                if is_any:
+                    return
+                raise
+            is_any = True
+            if done < wanted:  # the data has come to its end
+                self._waiting = 0
+                # Whole calls that have found nothing: Keras wants to know.
+                if expected - done >= per_call:
+                    raise StopIteration
+
+    def _run_window(self, trainer: Trainer, iterator: Any, wanted: int) -> int:
+        """Make an update, the window being complete with the next batches; return how many."""
+        if self._filled:
+            done = self._add_next(trainer, iterator, wanted)
+            self._logs = self._finish(trainer)
+            return done
+        with self._nothing_begun_at_the_end(trainer):
+            arguments = iterator, trainer.integer(wanted), self._weight(trainer)
+            done, self._logs = trainer.phases.train_window(*arguments)
+        self._end_window()
+        return int(done)
+
+    @contextlib.contextmanager
+    def _nothing_begun_at_the_end(self, trainer: Trainer) -> Iterator[None]:
+        """Return a block that has changed nothing if the data ends in it."""
+        try:
+            yield
+        except trainer.backend.data.END_OF_DATA:
+            if not self._filled:
+                trainer.phases.rollback.forget()
+            raise
+
+    def _run_now(self, trainer: Trainer, iterator: Any, left: int) -> None:
+        """Train on the next `left` batches, or fewer if there are no more."""
+        is_any = False
+        while left:
+            self._begin_window(trainer)
+            wanted = min(left, self._length - self._filled)
+            try:
+                done = self._add(trainer, iterator, wanted)
+            except trainer.backend.data.END_OF_DATA:
+                if is_any:
+                    return
+                raise
+            is_any = True
+            self._filled += done
+            left -= done
+            if self._filled == self._length:
+                self._logs = self._finish(trainer)
+
+    def _begin_window(self, trainer: Trainer) -> None:
+        if not self._length:
+            updates = 0
+            if callable(self._accumulation_steps):
+                optimizers = optimizers_of(trainer.model)
+                updates = max(int(one.iterations.numpy()) for one in optimizers)
+            self._length = window_length(self._accumulation_steps, updates)
+
+    def _add(self, trainer: Trainer, iterator: Any, wanted: int) -> int:
+        """Add up to `wanted` batches to the window; return how many."""
+        functions, phases = trainer.backend.data, trainer.phases
+        is_iterator = functions.is_iterator(iterator)
+        if is_iterator:
+            self._prepare(trainer, iterator.element_spec, Lengths.DECLARED)
+            if not self._holds(trainer) and trainer.check.is_done:
+                done = self._add_next(trainer, iterator, wanted)
+                self._logs = phases.logs_so_far()
+                return done
+        data = functions.as_tensors(functions.without_optionals(next(iterator)))
+        if not is_iterator:
+            self._prepare(trainer, functions.types_of_any_count(data), Lengths.ANY)
+        trainer.check.at(data)
+        if self._holds(trainer):
+            self._held.append(data)
+            self._logs = trainer.backend.results(trainer.model)
+        else:
+            if not self._filled:
+                phases.begin()
+            phases.add(data, None, self._weight(trainer))
+            self._logs = phases.logs_so_far()
+        return 1
+
+    def _prepare(self, trainer: Trainer, types: Any, lengths: Lengths) -> None:
+        """Trace a micro-batch, and what runs it, for all batches of the data set."""
+        if trainer.phases.rollback is not None:
+            return
+        trainer.phases.prepare(types, lengths, None)
+        if trainer.phases.full_batch_loss is None:
+            trainer.trace_micro_batch(types)
+
+    def _add_next(self, trainer: Trainer, iterator: Any, wanted: int) -> int:
+        if not self._filled:
+            trainer.phases.begin()
+        count, weight = trainer.integer(wanted), self._weight(trainer)
+        with self._nothing_begun_at_the_end(trainer):
+            return int(trainer.phases.add_next(iterator, count, weight))
+
+    def _weight(self, trainer: Trainer) -> Any:
+        return trainer.backend.ops.weight(self._length)
+
+    def _finish(self, trainer: Trainer) -> dict[str, Any]:
+        """Make one update of what the window holds; return the logs."""
+        phases, functions = trainer.phases, trainer.backend.data
+        held = self._held
+        if phases.full_batch_loss is not None:
+            self._held, parts = [], len(held)  # or inputs would be in memory twice
+            joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)
+            del held
+            strategy = trainer.model.distribute_strategy
+            logs = trainer.train_on(
+                joined, -(-functions.largest_count(strategy, joined) // parts)
+            )
+        else:
+            if held:
+                phases.begin()
+                for data in held:
+                    phases.count(data, None)
+                phases.use_counts()
+                for data in held:
+                    phases.add(data, None, self._weight(trainer))
+            logs = phases.finish(is_whole=False)
+        self._end_window()
+        return logs

@@ -1,0 +1,239 @@
+"""The phases of a batch, each a graph unless the model runs eagerly.
+
+`begin` copies what a batch changes; `add` runs micro-batches and adds them up, replica by
+replica; `finish` makes one reduction and one update. A batch that is there as a whole goes
+through all of them in one graph, `train_batch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+from bigbatch.backends.keras import backend_of
+from bigbatch.engine.full_batch_loss import FullBatchLoss
+from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.totals import ReplicaTotals
+from bigbatch.engine.update import Update
+
+_GRAPHS = (
+    "train_batch",
+    "train_next",
+    "begin",
+    "count",
+    "use_counts",
+    "add",
+    "add_next",
+    "train_window",
+    "logs_so_far",
+    "finish",
+)
+
+
+class Phases:
+    """What a batch goes through.
+
+    Args:
+        model: a compiled Keras model.
+        batch_norm: as for `accumulate`.
+        coupled: whether the loss is that of the whole batch, by two passes.
+    """
+
+    def __init__(self, model: Any, *, batch_norm: str, coupled: bool) -> None:
+        self._model = model
+        self._backend = backend = backend_of(model)
+        self._ops = backend.ops
+        self._replicas = backend.replicas(model)
+        self.microbatch = MicroBatch(model, batch_norm)
+        self._update = Update(model, self.microbatch)
+        self.full_batch_loss: FullBatchLoss | None = None
+        """What computes the loss of the whole batch, if it is `coupled`."""
+        if coupled:
+            self.full_batch_loss = FullBatchLoss(model, self.microbatch, batch_norm)
+        kept, before = self.microbatch.kept, lambda variable: self.rollback.before(variable)
+        self._runs = backend.accumulation(model, self.microbatch.run, kept, before)
+        self._counts = backend.accumulation(model, self.microbatch.count, kept, before)
+        self._context = backend.replica_vector(model)
+        self._is_known = False
+        self._is_ready = False
+        self.rollback: Any = None
+        """The copies of what a batch changes; there when this is prepared."""
+        self.needs_counts = False
+        """Whether all micro-batches are counted before one can run; known when prepared."""
+
+    def prepare(self, data: Any, lengths: Lengths, size: int | None) -> None:
+        """Get ready for data, or types of data: trace a micro-batch, once.
+
+        Args:
+            data: a batch, or its types.
+            lengths: what the micro-batches of a batch have in common.
+            size: samples per micro-batch, for a model that must know them.
+        """
+        if self._is_ready:
+            return
+        backend, model = self._backend, self._model
+        data = backend.data.without_optionals(data)
+        is_first = self.rollback is None
+        is_built = backend.build(model, data)
+        self.microbatch.lengths = lengths
+        self.microbatch.prepare()
+        if self.full_batch_loss is None:
+            types = self._ops.map_structure(backend.data.type_of, data)
+            self._runs.prepare(types, size)
+            self.needs_counts = self._must_count(data, is_whole=lengths is Lengths.SAME)
+            if self.needs_counts:
+                self._counts.prepare(types, size)
+        self.rollback = backend.rollback(model, self._runs.once.values())
+        # What only training can build is built in its first trace, and protected from then on.
+        is_traced = self.full_batch_loss is None and not model.run_eagerly
+        self._is_ready = is_built or is_traced or not is_first
+        for name in _GRAPHS:
+            method = getattr(type(self), name).__get__(self)
+            setattr(self, name, backend.compiled(model, method))
+
+    def _must_count(self, data: Any, *, is_whole: bool) -> bool:
+        """Say whether the terms of the loss need numbers of the whole batch first."""
+        backend, model, plan = self._backend, self._model, self.microbatch.plan
+        if not model.run_eagerly:
+            is_known = is_whole and self._replicas == 1
+            return plan.needs_denominators or (plan.needs_samples and not is_known)
+        # Without a graph nothing is known before it happens.
+        if backend.compile_loss_of(model) is None:
+            return False
+        if not backend.has_custom_train_step(model):
+            return True
+        with contextlib.suppress(Exception):  # a custom step may do anything with its data
+            self.microbatch.count(None, backend.local_results(model, data)[0])
+            return True
+        return False
+
+    def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
+        """Make one update from each of the next batches; return the logs of the last."""
+        if isinstance(count, int) and count == 1:
+            return self.train_batch(self._backend.data.next_of(iterator), size)
+
+        def train(data: Any) -> dict[str, Any]:
+            return self.train_batch(data, size)
+
+        return self._backend.data.on_next(iterator, train, count)[1]
+
+    def train_batch(self, data: Any, size: Any) -> dict[str, Any]:
+        """Make one update from a batch that is all there; return the logs."""
+        backend, model, full = self._backend, self._model, self.full_batch_loss
+        data = backend.data.without_optionals(data)
+        if full is not None:
+            with self.rollback.taken():
+                totals = backend.reduce(model, full.local, data, size)
+            with self.rollback.final(self._ops.flatten(totals)):
+                return full.apply(totals)
+        with self.rollback.taken():
+            backend.on_replicas(model, self._open)
+            if self.needs_counts:
+                Phases.count(self, data, size)
+                Phases.use_counts(self)
+            Phases.add(self, data, size, self._ops.ones())
+        return Phases.finish(self, is_whole=True)
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        with self.rollback.taken():
+            self._backend.on_replicas(self._model, self._open)
+
+    def _open(self) -> None:
+        self.microbatch.open()
+        self._runs.clear()
+        if self.needs_counts:
+            self._counts.clear()
+        self._context.assign(self._ops.stack([0, 0]))
+
+    def count(self, data: Any, size: Any) -> None:
+        """Count micro-batches of `size` samples, or one of all of them."""
+        add = functools.partial(self._counts.add, self._ops.stack([0, 0]))
+        self._backend.on_replicas(self._model, add, data, size)
+
+    def use_counts(self) -> None:
+        """Let the micro-batches that run from now on know what was counted."""
+
+        def local() -> None:
+            samples, *denominators = counts = self._counts.value()
+            nominal = self._nominal(samples)
+            if self._replicas > 1:
+                samples, *denominators = self._backend.sum_over_replicas(counts)
+            self._context.assign(self._ops.stack([nominal, samples, *denominators]))
+
+        self._backend.on_replicas(self._model, local)
+
+    def _nominal(self, samples: Any) -> Any:
+        """Return what gradients are divided by, given the samples of this replica."""
+        return self._ops.maximum(samples, 1) * self._replicas
+
+    def add_next(self, iterator: Any, count: Any, length: Any) -> Any:
+        """Run the next batches as micro-batches; return how many there were."""
+
+        def add(data: Any) -> Any:
+            self.add(self._backend.data.without_optionals(data), None, length)
+            return ()
+
+        return self._backend.data.on_next(iterator, add, count, result=())[0]
+
+    def train_window(self, iterator: Any, count: Any, length: Any) -> tuple[Any, Any]:
+        """Make one update from the next batches; return how many there were, and the logs."""
+        Phases.begin(self)
+        done = Phases.add_next(self, iterator, count, length)
+        return done, Phases.finish(self, is_whole=False)
+
+    def add(self, data: Any, size: Any, length: Any) -> None:
+        """Run micro-batches of `size` samples, or one of all of them, and add them up.
+
+        `length` is about how many such calls a batch has.
+        """
+        ops = self._ops
+
+        def local(data: Any, size: Any, length: Any) -> None:
+            count = self._backend.data.sample_count(data)
+            self._is_known = isinstance(count, int)
+            context = self._context.read_value()
+            if not self.needs_counts:
+                samples = ops.maximum(ops.weight(count), 1) * length
+                is_new = context[0] == 0  # the first micro-batch tells how large the others are
+                nominal = ops.where(is_new, self._nominal(samples), context[0])
+                context = ops.stack([nominal, samples])
+                self._context.assign(context)
+            self._runs.add(context, data, size)
+
+        self._backend.on_replicas(self._model, local, data, size, length)
+
+    def logs_so_far(self) -> dict[str, Any]:
+        """Return the logs of the replicas in this process: nothing is communicated yet."""
+        ops = self._ops
+
+        def logs() -> tuple[Any, Any]:
+            totals = self._runs.value()
+            return self.microbatch.logs.so_far(totals.logs, totals.samples), totals.samples
+
+        replicas = self._backend.on_replicas(self._model, logs)
+        results = self._backend.local_results(self._model, replicas)
+        values, samples = ops.map_structure(lambda *parts: sum(parts), *results)
+        return {name: ops.divided(value, samples) for name, value in values.items()}
+
+    def finish(self, *, is_whole: bool) -> dict[str, Any]:
+        """Make the update; return the logs.
+
+        `is_whole` says whether the batch was all there when its micro-batches ran.
+        """
+        backend, model = self._backend, self._model
+
+        def local() -> ReplicaTotals:
+            return self._update.local(
+                self._runs.value(),
+                self._context.read_value()[0],
+                # Of one batch in one graph the samples are known before micro-batches run.
+                is_nominal=is_whole and self._replicas == 1,
+                is_known=self._is_known if is_whole else model.run_eagerly,
+            )
+
+        totals = backend.reduce(model, local)
+        with self.rollback.final(self._ops.flatten(totals)):
+            return self._update.apply(totals)

@@ -1,0 +1,95 @@
+"""What the user has asked for: how a model accumulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from bigbatch.backends.keras import is_multi_worker
+from bigbatch.core.arguments import positive_integer
+from bigbatch.core.size_search import AUTO
+from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
+from bigbatch.engine.auto_size import AutoSlices
+from bigbatch.engine.batch_norm import MODES
+from bigbatch.engine.feeds import Batches, Slices
+from bigbatch.engine.trainer import Trainer
+from bigbatch.engine.workers import Workers
+from bigbatch.errors import ArgumentError, explain
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The arguments of `accumulate`, checked."""
+
+    microbatch_size: int | str | None = None
+    accumulation_steps: AccumulationSteps = None
+    batch_norm: str = "pooled"
+    coupled: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.microbatch_size is None) == (self.accumulation_steps is None):
+            given = "neither" if self.microbatch_size is None else "both"
+            raise ArgumentError(
+                explain(
+                    received=f"{given} of microbatch_size and accumulation_steps",
+                    expected="one of them",
+                    fix="pass microbatch_size to cut the batches fit() is given, or "
+                    "accumulation_steps to group the batches of the data set",
+                )
+            )
+        if self.batch_norm not in MODES:
+            raise ArgumentError(
+                explain(
+                    received=f"batch_norm={self.batch_norm!r}",
+                    expected=f"one of {', '.join(map(repr, MODES))}",
+                    fix="leave it out, or choose one of these",
+                )
+            )
+        if not isinstance(self.coupled, bool):
+            raise ArgumentError(
+                explain(
+                    received=f"coupled={self.coupled!r}",
+                    expected="True or False",
+                    fix="pass coupled=True if samples of a batch meet in the loss",
+                )
+            )
+        if self.microbatch_size == AUTO:
+            return
+        if self.microbatch_size is not None:
+            positive_integer(self.microbatch_size, "microbatch_size")
+        else:
+            window_length(self.accumulation_steps, updates=0)
+
+    def trainer(self, model: Any, say: Callable[[str], None] = print) -> Trainer:
+        """Return what trains a compiled model, and may say something about it."""
+        size = self.microbatch_size
+        if size == AUTO:
+            return self._trainer(model, AutoSlices(say), self._workers(model))
+        if self.accumulation_steps == 1:
+            size = UNBOUNDED  # one batch per update is that batch in one micro-batch
+        if isinstance(size, int):
+            return self._trainer(model, Slices(size))
+        return self._trainer(model, Batches(self.accumulation_steps))
+
+    def trainer_of_slices(self, model: Any) -> Trainer:
+        """Return what trains a compiled model on whole batches, whatever the mode is."""
+        return self._trainer(model, Slices(UNBOUNDED))
+
+    def _trainer(self, model: Any, feed: Any, workers: Workers | None = None) -> Trainer:
+        norm = self.batch_norm
+        return Trainer(model, feed, batch_norm=norm, coupled=self.coupled, workers=workers)
+
+    def _workers(self, model: Any) -> Workers | None:
+        """Return what lets workers agree, as one of them may run out of memory."""
+        if not is_multi_worker(model):
+            return None
+        if self.coupled:
+            raise ArgumentError(
+                explain(
+                    received='microbatch_size="auto" and coupled=True under '
+                    "MultiWorkerMirroredStrategy",
+                    expected="a number: workers wait for each other in the middle of a batch",
+                    fix='find it with "auto" on one worker: bigbatch.microbatch_size(model)',
+                )
+            )
+        return Workers(model)

@@ -1,0 +1,121 @@
+"""Trains a model on what `fit` hands over, and leaves it unharmed if a batch fails."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Iterator
+
+from bigbatch.backends.keras import backend_of
+from bigbatch.engine.coupling import CouplingCheck, refuse_mixing_layers, warn_of_coupled_loss
+from bigbatch.engine.phases import Phases
+from bigbatch.engine.workers import Workers
+
+
+class Trainer:
+    """Trains a compiled Keras model, update by update.
+
+    Args:
+        model: a compiled Keras model.
+        feed: where the micro-batches of a batch come from: `Slices` or `Batches`.
+        batch_norm: as for `accumulate`.
+        coupled: whether the loss is that of the whole batch, by two passes.
+        workers: what lets workers agree after each phase, if one may run out of memory.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        feed: Any,
+        *,
+        batch_norm: str,
+        coupled: bool,
+        workers: Workers | None = None,
+    ) -> None:
+        self.model = model
+        self.backend = backend_of(model)
+        self.feed = feed
+        self.phases = Phases(model, batch_norm=batch_norm, coupled=coupled)
+        self._workers = workers
+        check = warn_of_coupled_loss
+        if coupled:
+            check = functools.partial(refuse_mixing_layers, model, batch_norm)
+        self.check = CouplingCheck(model, check)
+        """Looks at samples of the first batch."""
+        if workers is not None:
+            # Losses and metrics communicate, and not every worker may have samples.
+            self.check.is_done = True
+
+    def train(self, iterator: Any) -> dict[str, Any]:
+        """Train on the next batches of `iterator`, as `fit` asks; return the logs."""
+        with self._protected():
+            return self.feed.train(self, iterator)
+
+    def flush(self) -> dict[str, Any] | None:
+        """Make an update of what the feed has begun; return the logs, if there was anything."""
+        with self._protected():
+            return self.feed.flush(self)
+
+    def roll_back(self) -> None:
+        """Forget an unfinished batch; metrics, statistics and random state are as before it."""
+        if self.feed.is_open:
+            self.phases.rollback.restore()
+        self.feed.forget()
+
+    @contextlib.contextmanager
+    def _protected(self) -> Iterator[None]:
+        """Return a block after which, if it fails, nothing of the batch has happened."""
+        try:
+            yield
+        except self.backend.data.END_OF_DATA:
+            raise
+        except BaseException:
+            if self.phases.rollback is not None:
+                self.phases.rollback.restore()
+            self.feed.forget()
+            raise
+
+    def train_on(self, data: Any, size: int) -> dict[str, Any]:
+        """Make one update from a batch, in micro-batches of `size` samples; return the logs."""
+        data = self.backend.data.without_optionals(data)
+        rows = self.integer(size)
+        self.trace(data)
+        if self._workers is not None:
+            return self._workers.train(self.phases, data, rows)
+        return self.phases.train_batch(data, rows)
+
+    def trace(self, data: Any) -> None:
+        """Trace an update for batches and micro-batches of any number of samples, once.
+
+        Optimizers that Keras does not know of make their variables here, with no update yet.
+        """
+        functions = self.backend.data
+        types = functions.types_of_any_count(functions.without_optionals(data))
+        if self._workers is not None:
+            self._trace_phases(types, functions.INTEGER)
+        elif not self.model.run_eagerly:
+            self.phases.train_batch.get_concrete_function(types, functions.INTEGER)
+
+    def trace_micro_batch(self, types: Any) -> None:
+        """Trace what runs and counts one batch of the data set as a micro-batch."""
+        self._trace_phases(self.backend.data.without_optionals(types), None)
+
+    def _trace_phases(self, types: Any, size: Any) -> None:
+        if not self.model.run_eagerly:
+            self.phases.add.get_concrete_function(types, size, self.backend.data.WEIGHT)
+            if self.phases.needs_counts:
+                self.phases.count.get_concrete_function(types, size)
+
+    def integer(self, value: int) -> Any:
+        """Return a number as an argument that needs no other trace if it changes."""
+        return value if self.model.run_eagerly else self.backend.data.integer(value)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes in which gradients are added up, once a micro-batch has been traced."""
+        return self.phases.microbatch.buffer_bytes
+
+    @property
+    def sample(self) -> Any:
+        """Some samples of the first batch, on one device; `None` if there are none."""
+        return None if self.backend.replicas(self.model) > 1 else self.check.sample

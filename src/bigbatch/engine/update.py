@@ -1,0 +1,97 @@
+"""One update of a model, from what its micro-batches gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bigbatch.backends.keras import backend_of
+from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.totals import ReplicaTotals, Totals
+
+
+class Update:
+    """Hands the gradients of a batch to the optimizers, once, and moves what moves once.
+
+    Args:
+        model: a Keras model.
+        microbatch: what has run its micro-batches.
+    """
+
+    def __init__(self, model: Any, microbatch: MicroBatch) -> None:
+        self._model = model
+        self._backend = backend_of(model)
+        self._microbatch = microbatch
+        self._replicas = self._backend.replicas(model)
+
+    def local(
+        self, totals: Totals, nominal: Any, *, is_nominal: bool, is_known: bool
+    ) -> ReplicaTotals:
+        """Return what adds up over replicas; called on each of them.
+
+        Args:
+            totals: what `MicroBatch.run` returned, added up.
+            nominal: what gradients were divided by.
+            is_nominal: whether that is sure to be the samples of the batch.
+            is_known: whether the samples of the batch were known when it was traced.
+        """
+        microbatch = self._microbatch
+        gradients = list(map(microbatch.summed, microbatch.captured, totals.gradients))
+        logs, metrics = microbatch.logs.close(totals.logs, totals.samples, is_known=is_known)
+        statistics = totals.statistics
+        if self._replicas > 1:
+            gradients = self._scaled(gradients, nominal)
+            if statistics is not None:
+                norms = [
+                    norm if norm is None else norm * nominal
+                    for norm in statistics.squared_norms
+                ]
+                statistics = statistics._replace(squared_norms=norms)
+        totals = totals._replace(gradients=gradients, logs=logs, statistics=statistics)
+        is_done = is_nominal or self._replicas > 1
+        return ReplicaTotals(totals, metrics, None if is_done else nominal)
+
+    def apply(self, replicas: ReplicaTotals) -> dict[str, Any]:
+        """Update the model from what `local` returned, summed over replicas; return logs."""
+        ops, microbatch, totals = self._backend.ops, self._microbatch, replicas.totals
+        with self._backend.updating(self._model, microbatch.captured, replicas) as apply:
+            gradients, scale = totals.gradients, ops.ones()
+            if self._replicas > 1:
+                # The sum over replicas of samples, or of what their only term divides by.
+                scale = 1 / totals.loss_weight
+                gradients = self._scaled(gradients, scale)
+            elif replicas.nominal_samples is not None:
+                scale = replicas.nominal_samples / totals.loss_weight
+                variables = [one.variables for one in microbatch.captured]
+                gradients = ops.scaled_unless_one(gradients, variables, scale)
+            means = self._scaled(gradients, None)
+            if microbatch.statistics is not None:
+                self._note(totals, means, scale)
+            apply(means)
+            microbatch.norm.update(totals.moments)
+        self._backend.on_replicas(self._model, microbatch.close)
+        return microbatch.logs.update(
+            totals.logs, replicas.metrics, totals.samples, totals.loss_weight
+        )
+
+    def _note(self, totals: Totals, means: list[list[Any]], scale: Any) -> None:
+        """Note an update from `means`, whose sums were multiplied by `scale`."""
+        statistics, ops = self._microbatch.statistics, self._backend.ops
+        assert statistics is not None
+        assert totals.statistics is not None
+        norms = []
+        if statistics.with_noise:
+            # Gradients were weighted with what the loss counts for, squares with samples.
+            scale = scale * ops.divided(totals.samples, totals.loss_weight)
+            for one, mean, parts in zip(
+                self._microbatch.captured, means, totals.statistics.squared_norms
+            ):
+                by = 1 / ops.weight(self._backend.scale_of_gradients(one.optimizer)) ** 2
+                norms.append((parts * scale * by, ops.squared_norm(mean) * by))
+        statistics.note(totals.statistics.microbatches, totals.samples, norms)
+
+    def _scaled(self, gradients: list[list[Any]], scale: Any) -> list[list[Any]]:
+        as_gradient_of = self._backend.ops.as_gradient_of
+        return [
+            [as_gradient_of(*pair, scale) for pair in zip(one.variables, parts)]
+            for one, parts in zip(self._microbatch.captured, gradients)
+        ]

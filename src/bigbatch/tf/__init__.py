@@ -1,1 +1,0 @@
-"""The TensorFlow mechanism: buffers, the accumulator, and gradients by micro-batches."""
