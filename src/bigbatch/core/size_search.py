@@ -91,6 +91,7 @@ def with_smaller_ones(
     run: Callable[[int], Any],
     size: int,
     *,
+    out_of_memory: type[Exception],
     memory: Callable[[], Any],
     put_back: Callable[[], None] = lambda: None,
     largest: Callable[[], int] = lambda: 2**62,
@@ -100,6 +101,7 @@ def with_smaller_ones(
     Args:
         run: called with a size; returns the result.
         size: the size to begin with.
+        out_of_memory: the error that says that a size is too much.
         memory: returns that of the devices it runs on.
         put_back: undoes what a `run` has changed that ran out of memory.
         largest: returns how large a micro-batch can be at all, on all workers.
@@ -107,11 +109,10 @@ def with_smaller_ones(
     Returns:
         The result, and the size it was had with.
     """
-    no_memory = memory().OUT_OF_MEMORY
     while True:
         try:
             return run(size), size
-        except no_memory as error:
+        except out_of_memory as error:
             put_back()
             size = min(size, largest())
             if size == 1:

@@ -6,12 +6,13 @@ from typing import Any, Callable
 
 from bigbatch.core.memory import readable
 from bigbatch.core.size_search import with_smaller_ones
+from bigbatch.engine.feeds import WholeBatches
 from bigbatch.engine.loss_terms import Lengths
 from bigbatch.engine.trainer import Trainer
 from bigbatch.engine.trial import largest_trial_that_fits, memory_of
 
 
-class AutoSlices:
+class AutoSlices(WholeBatches):
     """Split mode with a size that is chosen here.
 
     The size is chosen at the first batch, from the peak memory of trial updates that are
@@ -26,8 +27,6 @@ class AutoSlices:
         self._say = say
         self.size: int | None = None
         """The samples per micro-batch and replica, once they are chosen."""
-        self.batches_per_epoch: int | None = None
-        """Not used: every call of `train` makes whole updates."""
 
     def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs."""
@@ -42,17 +41,6 @@ class AutoSlices:
                 self.size = self._choose(trainer, data)
             logs = self._train_on(trainer, data)
         return logs
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a batch is half done: never between calls."""
-        return False
-
-    def flush(self, trainer: Trainer) -> None:
-        """Do nothing: no batch is half done."""
-
-    def forget(self) -> None:
-        """Do nothing, for the same reason."""
 
     def _train_on(self, trainer: Trainer, data: Any) -> dict[str, Any]:
         """Make one update, with smaller micro-batches if it has to be."""
@@ -69,6 +57,7 @@ class AutoSlices:
         logs, self.size = with_smaller_ones(
             run,
             self.size,
+            out_of_memory=backend.OUT_OF_MEMORY,
             memory=lambda: memory_of(model),
             largest=lambda: backend.largest_of_all(model, largest),
         )

@@ -14,41 +14,11 @@ _WHOLE = 2**31 - 1
 """A micro-batch size that no batch is larger than."""
 
 
-class Slices:
-    """Split mode: each batch makes one update, and its micro-batches are slices of it.
+class WholeBatches:
+    """A feed of which every call of `train` makes whole updates."""
 
-    Args:
-        size: samples per micro-batch, on each replica; `UNBOUNDED`: all.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.batches_per_epoch: int | None = None
-        """Not used: every call of `train` makes whole updates."""
-
-    def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
-        """Make one update from each of the next batches; return the logs."""
-        data, model = trainer.backend.data, trainer.model
-        count = trainer.backend.batches_per_call(model)
-        types = iterator.element_spec if data.is_iterator(iterator) else None
-        size = _WHOLE if self.size == UNBOUNDED else self.size
-        if types is not None:
-            self._prepare(trainer, types)
-            if trainer.check.is_done or self.size == UNBOUNDED:
-                # A number that is known when the graph is built makes a simpler one.
-                number = 1 if count == 1 else trainer.integer(count)
-                return trainer.phases.train_next(iterator, number, trainer.integer(size))
-        logs: dict[str, Any] = {}
-        for batch in data.next_batches(iterator, count):
-            if types is None:
-                self._prepare(trainer, batch)
-            if self.size != UNBOUNDED:  # or the batch is whole
-                trainer.check.at(batch, self.size)
-            logs = trainer.train_on(batch, size)
-        return logs
-
-    def _prepare(self, trainer: Trainer, data: Any) -> None:
-        trainer.phases.prepare(data, Lengths.SAME, self.size or None)
+    batches_per_epoch: int | None = None
+    """After how many batches an epoch ends, if that is certain."""
 
     @property
     def is_open(self) -> bool:
@@ -60,6 +30,38 @@ class Slices:
 
     def forget(self) -> None:
         """Do nothing, for the same reason."""
+
+
+class Slices(WholeBatches):
+    """Split mode: each batch makes one update, and its micro-batches are slices of it.
+
+    Args:
+        size: samples per micro-batch, on each replica; `UNBOUNDED`: all.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
+        """Make one update from each of the next batches; return the logs."""
+        data, phases = trainer.backend.data, trainer.phases
+        count = trainer.backend.batches_per_call(trainer.model)
+        types = iterator.element_spec if data.is_iterator(iterator) else None
+        size = _WHOLE if self.size == UNBOUNDED else self.size
+        if types is not None:
+            phases.prepare(types, Lengths.SAME, self.size or None)
+            if trainer.check.is_done or self.size == UNBOUNDED:
+                # A number that is known when the graph is built makes a simpler one.
+                number = 1 if count == 1 else trainer.integer(count)
+                return phases.train_next(iterator, number, trainer.integer(size))
+        logs: dict[str, Any] = {}
+        for batch in data.next_batches(iterator, count):
+            if types is None:
+                phases.prepare(batch, Lengths.SAME, self.size or None)
+            if self.size != UNBOUNDED:  # or the batch is whole
+                trainer.check.at(batch, self.size)
+            logs = trainer.train_on(batch, size, types)
+        return logs
 
 
 class Batches:
@@ -176,12 +178,13 @@ class Batches:
 
     @contextlib.contextmanager
     def _nothing_begun_at_the_end(self, trainer: Trainer) -> Iterator[None]:
-        """Return a block that has changed nothing if the data ends in it."""
+        """Return a block that leaves nothing behind if the data ends in it."""
         try:
             yield
         except trainer.backend.data.END_OF_DATA:
             if not self._filled:
                 trainer.phases.rollback.forget()
+                trainer.phases.release()
             raise
 
     def _run_now(self, trainer: Trainer, iterator: Any, left: int) -> None:
@@ -236,10 +239,8 @@ class Batches:
 
     def _prepare(self, trainer: Trainer, types: Any, lengths: Lengths) -> None:
         """Trace a micro-batch, and what runs it, for all batches of the data set."""
-        if trainer.phases.rollback is not None:
-            return
-        trainer.phases.prepare(types, lengths, None)
-        if trainer.phases.full_batch_loss is None:
+        is_new = trainer.phases.prepare(types, lengths, None)
+        if is_new and trainer.phases.full_batch_loss is None:
             trainer.trace_micro_batch(types)
 
     def _add_next(self, trainer: Trainer, iterator: Any, wanted: int) -> int:

@@ -69,7 +69,8 @@ class FullBatchLoss:
             captured.gradients = self._backend.unscaled(captured.optimizer, gradients)
             captured.is_weighted = True
             microbatch.keep(captured)
-            return captured.gradients
+            left, captured.gradients = captured.gradients, []
+            return left
 
         result, left = passes.run(forward, loss, keep, microbatch.open)
         gradients = microbatch.summed(microbatch.captured[0], left)

@@ -110,7 +110,7 @@ class _Hooks:
         size = self.setting.microbatch_size
         if isinstance(size, int) or self.trainer is None:
             return size if isinstance(size, int) else None
-        return getattr(self.trainer.feed, "size", None)
+        return getattr(self.trainer.feed, "size", None) or None  # zero is "all of a batch"
 
     def begin(self, batches: tuple[Any, Any, Any], certain: int | None) -> None:
         """Note what `fit`, or evaluation, is about to be given, and say it if it is `fit`.

@@ -54,6 +54,12 @@ class MicroBatch:
             if id(optimizer) not in self.sums:
                 self.sums[id(optimizer)] = self._backend.gradient_sums(self._model)
 
+    def makes_room(self) -> bool:
+        """Make places for variables that tracing has made; say whether there are any."""
+        before, self.sums = [one for sums in self.sums.values() for one in sums.all], {}
+        self.prepare()
+        return len(before) < sum(len(sums.all) for sums in self.sums.values())
+
     @property
     def buffer_bytes(self) -> int:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
@@ -100,13 +106,13 @@ class MicroBatch:
                 norm = ops.divided(ops.squared_norm(weighted), by)
                 squared_norms[id(captured.optimizer)] = norm
 
-        gradients = self._capturing.gradients(lambda loss: ops.times(loss, weight()), keep)
+        capturing = self._capturing.gradients(lambda loss: ops.times(loss, weight()), keep)
         with contextlib.ExitStack() as stack:
             moments = stack.enter_context(self.norm.watching())
             stack.enter_context(recorder.watching(model))
             stack.enter_context(backend.losses_of_one_replica(model, self._replicas))
             stack.enter_context(backend.metrics_on_replicas(model))
-            captured = stack.enter_context(gradients)
+            captured = stack.enter_context(capturing)
             logs = backend.train_step_of(model)(data)
         self.captured = captured
         statistics = None
@@ -114,8 +120,11 @@ class MicroBatch:
             norms = [squared_norms.get(id(one.optimizer)) for one in captured]
             statistics = StatisticTotals(ops.ones(), norms)
         loss_weight = self._loss_weight(recorder, samples)
+        gradients = [one.gradients for one in captured]
+        for one in captured:  # which stay here, and must not keep them in memory
+            one.gradients = []
         return Totals(
-            gradients=[one.gradients for one in captured],
+            gradients=gradients,
             samples=samples,
             loss_weight=loss_weight,
             logs=self.logs.of_microbatch(recorder, logs, samples, loss_weight),
@@ -191,7 +200,8 @@ class MicroBatch:
             return context.samples / samples  # Keras does not divide sums by the replicas
         self.plan.needs_denominators = True
         divided = self._backend.ops.divided
-        of_batch = context.denominators[position]
+        # A custom step may compute its loss more than once.
+        of_batch = context.denominators[position % self._backend.number_of_terms(self._model)]
         return divided(denominator * context.samples, of_batch * samples) * replicas
 
     def count(self, vector: Any, data: Any) -> list[Any]:

@@ -7,7 +7,6 @@ through all of them in one graph, `train_batch`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -58,40 +57,64 @@ class Phases:
         self._context = backend.replica_vector(model)
         self._is_known = False
         self._is_ready = False
+        self._last: Any = None
+        self._known_size: int | None = None
+        self._known: list[list[Any]] = []
         self.rollback: Any = None
         """The copies of what a batch changes; there when this is prepared."""
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""
 
-    def prepare(self, data: Any, lengths: Lengths, size: int | None) -> None:
-        """Get ready for data, or types of data: trace a micro-batch, once.
+    def prepare(self, data: Any, lengths: Lengths, size: int | None) -> bool:
+        """Get ready for data, or types of data: trace a micro-batch, once for each structure.
 
         Args:
             data: a batch, or its types.
             lengths: what the micro-batches of a batch have in common.
             size: samples per micro-batch, for a model that must know them.
+
+        Returns:
+            Whether such data is new.
         """
-        if self._is_ready:
-            return
+        if data is self._last and self._is_ready:
+            return False
         backend, model = self._backend, self._model
-        data = backend.data.without_optionals(data)
+        self._last, data = data, backend.data.without_optionals(data)
+        types = self._ops.flatten(backend.data.types_of_any_count(data))
+        if self._is_ready and any(backend.data.includes(one, types) for one in self._known):
+            return False
+        self._known.append(types)
         is_first = self.rollback is None
         is_built = backend.build(model, data)
-        self.microbatch.lengths = lengths
+        self.microbatch.lengths, self._known_size = lengths, size
         self.microbatch.prepare()
+        before = self._shape_of_graphs()
         if self.full_batch_loss is None:
             types = self._ops.map_structure(backend.data.type_of, data)
             self._runs.prepare(types, size)
-            self.needs_counts = self._must_count(data, is_whole=lengths is Lengths.SAME)
+            if not is_built and is_first and self.microbatch.makes_room():
+                self._runs.forget()  # only now there are variables to make room for
+                self._runs.prepare(types, size)
+            self.needs_counts |= self._must_count(data, is_whole=lengths is Lengths.SAME)
             if self.needs_counts:
                 self._counts.prepare(types, size)
-        self.rollback = backend.rollback(model, self._runs.once.values())
         # What only training can build is built in its first trace, and protected from then on.
         is_traced = self.full_batch_loss is None and not model.run_eagerly
         self._is_ready = is_built or is_traced or not is_first
+        if not self._is_ready or is_first or before != self._shape_of_graphs():
+            self._compile()
+        return True
+
+    def _shape_of_graphs(self) -> tuple[Any, ...]:
+        """Return what the graphs of the phases depend on, beside the data."""
+        return self.needs_counts, len(self._runs.once), self.microbatch.buffer_bytes
+
+    def _compile(self) -> None:
+        """Make graphs of the phases, for what is known of a micro-batch now."""
+        self.rollback = self._backend.rollback(self._model, self._runs.once.values())
         for name in _GRAPHS:
             method = getattr(type(self), name).__get__(self)
-            setattr(self, name, backend.compiled(model, method))
+            setattr(self, name, self._backend.compiled(self._model, method))
 
     def _must_count(self, data: Any, *, is_whole: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""
@@ -104,10 +127,7 @@ class Phases:
             return False
         if not backend.has_custom_train_step(model):
             return True
-        with contextlib.suppress(Exception):  # a custom step may do anything with its data
-            self.microbatch.count(None, backend.local_results(model, data)[0])
-            return True
-        return False
+        return self._counts.can_run(data)  # a custom step may do anything with its data
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs of the last."""
@@ -125,7 +145,7 @@ class Phases:
         data = backend.data.without_optionals(data)
         if full is not None:
             with self.rollback.taken():
-                totals = backend.reduce(model, full.local, data, size)
+                totals = backend.reduce(model, self._run_full_batch, data, size)
             with self.rollback.final(self._ops.flatten(totals)):
                 return full.apply(totals)
         with self.rollback.taken():
@@ -135,6 +155,11 @@ class Phases:
                 Phases.use_counts(self)
             Phases.add(self, data, size, self._ops.ones())
         return Phases.finish(self, is_whole=True)
+
+    def _run_full_batch(self, data: Any, size: Any) -> Any:
+        assert self.full_batch_loss is not None
+        is_known = isinstance(self._backend.data.sample_count(data), int)
+        return self.full_batch_loss.local(data, (is_known and self._known_size) or size)
 
     def begin(self) -> None:
         """Begin a batch."""
@@ -173,10 +198,9 @@ class Phases:
         """Run the next batches as micro-batches; return how many there were."""
 
         def add(data: Any) -> Any:
-            self.add(self._backend.data.without_optionals(data), None, length)
-            return ()
+            return self.add(self._backend.data.without_optionals(data), None, length)
 
-        return self._backend.data.on_next(iterator, add, count, result=())[0]
+        return self._backend.data.on_next(iterator, add, count, result=self._ops.ones())[0]
 
     def train_window(self, iterator: Any, count: Any, length: Any) -> tuple[Any, Any]:
         """Make one update from the next batches; return how many there were, and the logs."""
@@ -184,7 +208,7 @@ class Phases:
         done = Phases.add_next(self, iterator, count, length)
         return done, Phases.finish(self, is_whole=False)
 
-    def add(self, data: Any, size: Any, length: Any) -> None:
+    def add(self, data: Any, size: Any, length: Any) -> Any:
         """Run micro-batches of `size` samples, or one of all of them, and add them up.
 
         `length` is about how many such calls a batch has.
@@ -204,6 +228,7 @@ class Phases:
             self._runs.add(context, data, size)
 
         self._backend.on_replicas(self._model, local, data, size, length)
+        return self._ops.ones()  # there when this is done
 
     def logs_so_far(self) -> dict[str, Any]:
         """Return the logs of the replicas in this process: nothing is communicated yet."""
@@ -236,4 +261,11 @@ class Phases:
 
         totals = backend.reduce(model, local)
         with self.rollback.final(self._ops.flatten(totals)):
-            return self._update.apply(totals)
+            logs = self._update.apply(totals)
+        self.release()
+        return logs
+
+    def release(self) -> None:
+        """Give back the memory of the sums."""
+        self._backend.on_replicas(self._model, self._runs.release)
+        self._backend.on_replicas(self._model, self.microbatch.close)

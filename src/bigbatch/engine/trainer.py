@@ -75,22 +75,27 @@ class Trainer:
             self.feed.forget()
             raise
 
-    def train_on(self, data: Any, size: int) -> dict[str, Any]:
-        """Make one update from a batch, in micro-batches of `size` samples; return the logs."""
-        data = self.backend.data.without_optionals(data)
+    def train_on(self, data: Any, size: int, types: Any = None) -> dict[str, Any]:
+        """Make one update from a batch, in micro-batches of `size` samples; return the logs.
+
+        One trace serves batches of these types; of any number of samples if none are given.
+        """
+        data = self.backend.data.as_tensors(self.backend.data.without_optionals(data))
         rows = self.integer(size)
-        self.trace(data)
+        self.trace(data, types)
         if self._workers is not None:
             return self._workers.train(self.phases, data, rows)
         return self.phases.train_batch(data, rows)
 
-    def trace(self, data: Any) -> None:
+    def trace(self, data: Any, types: Any = None) -> None:
         """Trace an update for batches and micro-batches of any number of samples, once.
 
         Optimizers that Keras does not know of make their variables here, with no update yet.
         """
         functions = self.backend.data
-        types = functions.types_of_any_count(functions.without_optionals(data))
+        if types is None:
+            types = functions.types_of_any_count(data)
+        types = functions.without_optionals(types)
         if self._workers is not None:
             self._trace_phases(types, functions.INTEGER)
         elif not self.model.run_eagerly:

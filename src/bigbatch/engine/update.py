@@ -68,7 +68,6 @@ class Update:
                 self._note(totals, means, scale)
             apply(means)
             microbatch.norm.update(totals.moments)
-        self._backend.on_replicas(self._model, microbatch.close)
         return microbatch.logs.update(
             totals.logs, replicas.metrics, totals.samples, totals.loss_weight
         )

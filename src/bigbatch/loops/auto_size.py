@@ -63,6 +63,7 @@ class AutoSize:
         result, self.microbatch_size = with_smaller_ones(
             lambda size: self._run(batch, size, batch.count),
             self.microbatch_size,
+            out_of_memory=tf.errors.ResourceExhaustedError,
             memory=lambda: memory,
             put_back=put_back,
             largest=lambda: batch.count,

@@ -6,11 +6,14 @@ one call (slices of a batch) or in several (batches of the data set).
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable
 
 import tensorflow as tf
 
 from bigbatch.backends.tensorflow.batch import Batch, includes
+from bigbatch.backends.tensorflow.compat import per_replica_types
+from bigbatch.backends.tensorflow.data import type_of
 from bigbatch.backends.tensorflow.draws import MicrobatchRows, drawing
 from bigbatch.backends.tensorflow.sparse_rows import SparseRows
 from bigbatch.backends.tensorflow.sums import PythonSums, StoredSums
@@ -67,9 +70,9 @@ class Accumulation:
             self._microbatches = local_variable(tf.zeros([], tf.int64))
 
     def prepare(self, types: Any, size: int | None) -> None:
-        """Trace `compute` for data of such types, once, and make room for its sum."""
+        """Trace `compute` for data of such types, and make room for its sum."""
         self._known_size = size
-        if self._python is not None or self._stored is not None:
+        if self._python is not None:
             return
 
         def local(data: Any) -> Any:
@@ -78,9 +81,30 @@ class Accumulation:
 
         function = tf.function(lambda data: self._strategy.run(local, (data,)), autograph=False)
         function.get_concrete_function(types)
-        micro = self._first_trace()
-        with self._strategy.scope():
-            self._stored = StoredSums(micro.specs, micro.is_rows)
+        if self._stored is None:
+            micro = self._first_trace()
+            with self._strategy.scope():
+                self._stored = StoredSums(micro.specs, micro.is_rows)
+
+    def can_run(self, types: Any) -> bool:
+        """Say whether `compute` takes data of such types."""
+        function = tf.function(lambda data: self._rows.compute(None, data), autograph=False)
+        with contextlib.suppress(Exception):
+            function.get_concrete_function(tf.nest.map_structure(_type_on_one_replica, types))
+            return True
+        return False
+
+    def forget(self) -> None:
+        """Forget what was traced, as other variables are there now."""
+        self._traces.clear()
+        self._stored = None
+
+    def release(self) -> None:
+        """Give back the memory of a sum that has been read."""
+        if self._python is not None:
+            self._python.clear()
+        elif self._stored is not None:
+            self._stored.release()
 
     def clear(self) -> None:
         """Begin a batch."""
@@ -196,3 +220,8 @@ class Accumulation:
             del results
         self._samples.assign_add(count)
         self._microbatches.assign_add(-(-count // size))
+
+
+def _type_on_one_replica(leaf: Any) -> Any:
+    leaf = type_of(leaf)
+    return next(iter(per_replica_types(leaf)), leaf)

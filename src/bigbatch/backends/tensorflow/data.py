@@ -9,9 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.backends.tensorflow.batch import sample_count
+from bigbatch.backends.tensorflow.batch import includes, sample_count
 from bigbatch.backends.tensorflow.compat import per_replica_types
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after
+
+__all__ = ["includes", "sample_count"]  # what else there is, is defined here
 
 END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 """How an iterator says that it has no more batches."""

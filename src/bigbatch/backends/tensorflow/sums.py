@@ -134,10 +134,11 @@ class StoredSums:
             for spec, rows in zip(specs, is_rows)
         ]
 
-    @property
-    def variables(self) -> list[Any]:
-        """The variables that hold them."""
-        return self._variables
+    def release(self) -> None:
+        """Forget rows, which take memory, on this replica."""
+        for variable, spec, rows in zip(self._variables, self._specs, self._is_rows):
+            if rows:
+                variable.assign(tf.zeros([0, *spec.shape[1:]], spec.dtype))
 
     def clear(self) -> None:
         """Start from nothing, on this replica."""

@@ -1,0 +1,135 @@
+"""One model, data of several structures: each is trained as in plain Keras."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from comparison import largest_difference
+
+from problems import TOLERANCE
+from stack import IS_KERAS_3, keras
+
+rng = np.random.default_rng(5)
+X = rng.normal(size=(20, 3)).astype("float32")
+Y = rng.normal(size=(20, 2)).astype("float32")
+WEIGHT = rng.uniform(0.1, 3, size=20).astype("float32")
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="the reduction is of Keras 3")
+@pytest.mark.parametrize(
+    ("setting", "size"),
+    [({"microbatch_size": 3}, 10), ({"accumulation_steps": 2}, 5)],
+    ids=["split", "window"],
+)
+def test_sample_weights_that_come_later(setting, size):
+    """With them the loss divides by their sum: numbers of the whole batch are needed then."""
+
+    def train(setting, size):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        options = {"batch_size": size, "shuffle": False, "verbose": 0}
+        losses = [
+            model.fit(X, Y, **options, **more).history["loss"]
+            for more in ({}, {"sample_weight": WEIGHT}, {})
+        ]
+        return model.get_weights(), losses
+
+    weights, losses = train(setting, size)
+    expected, expected_losses = train(None, 10)
+    assert largest_difference(weights, expected) <= TOLERANCE["float32"]
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+
+
+class Twice(keras.Model):
+    """Computes its loss twice in a step, as consistency training does."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y, weight = data
+        with tf.GradientTape() as tape:
+            one = self.compute_loss(x, y, self(x), weight)
+            loss = one + self.compute_loss(x, y, self(2 * x), weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"both": loss}
+
+
+class FixedSize(keras.layers.Layer):
+    """Has to know how many samples there are when it is traced."""
+
+    def call(self, x):
+        return x * tf.ones([int(x.shape[0]), 1])
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="the reduction is of Keras 3")
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    ("setting", "size"),
+    [({"microbatch_size": 3}, 10), ({"accumulation_steps": 2}, 5)],
+    ids=["split", "window"],
+)
+def test_a_loss_that_is_computed_twice_in_a_custom_step(setting, size, run_eagerly):
+    def train(setting, size):
+        keras.utils.set_random_seed(0)
+        model = Twice()
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        model.compile(keras.optimizers.SGD(0.01), loss, run_eagerly=run_eagerly)
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        options = {"batch_size": size, "shuffle": False, "verbose": 0}
+        model.fit(X, Y, sample_weight=WEIGHT, **options)
+        return model.get_weights()
+
+    difference = largest_difference(train(setting, size), train(None, 10))
+    assert difference <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_a_model_that_must_know_the_number_of_samples(coupled):
+    def train(**setting):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([FixedSize(), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10, drop_remainder=True)
+        model.fit(data, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    difference = largest_difference(train(microbatch_size=5, coupled=coupled), train())
+    assert difference <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
+def test_arrays_in_train_on_batch(run_eagerly):
+    def train(**setting):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        model.train_on_batch(X, Y)
+        return model.get_weights()
+
+    assert largest_difference(train(microbatch_size=3), train()) <= TOLERANCE["float32"]
+
+
+def test_the_size_of_micro_batches_is_not_zero():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, accumulation_steps=1)
+    model.fit(X, Y, verbose=0)
+    assert bigbatch.microbatch_size(model) is None
