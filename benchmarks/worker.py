@@ -83,8 +83,8 @@ def accumulated(k: int, repeats: int) -> dict[str, float]:
     seconds, size = measured(lambda: time_of_epoch(model, batches), repeats)
     phases = vars(model)["_bigbatch_hooks"].trainer.phases
     iterator = iter(STRATEGY.experimental_distribute_dataset(batches))
-    size = tf.constant(MICROBATCH)
-    graph = phases.train_next.get_concrete_function(iterator, 1, size).graph.as_graph_def()
+    rows = tf.constant(MICROBATCH)
+    graph = phases.train_next.get_concrete_function(iterator, 1, rows).graph.as_graph_def()
     return {
         "seconds": seconds / UPDATES,
         "bytes": size / UPDATES,

@@ -56,9 +56,12 @@ class MicroBatch:
 
     def makes_room(self) -> bool:
         """Make places for variables that tracing has made; say whether there are any."""
-        before, self.sums = [one for sums in self.sums.values() for one in sums.all], {}
+        before, self.sums = self.sums, {}
         self.prepare()
-        return len(before) < sum(len(sums.all) for sums in self.sums.values())
+        if _places(self.sums) > _places(before):
+            return True
+        self.sums = before  # which have been traced to be used
+        return False
 
     @property
     def buffer_bytes(self) -> int:
@@ -223,3 +226,7 @@ class MicroBatch:
             backend.compute_compiled_loss(model, y, y_pred, sample_weight)
         samples = backend.ops.weight(backend.data.sample_count(data))
         return [samples, *(samples if isinstance(d, str) else d for d in recorder.denominators)]
+
+
+def _places(sums: dict[int, Any]) -> int:
+    return sum(len(one.all) for one in sums.values())
