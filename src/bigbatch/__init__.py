@@ -81,13 +81,14 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(importlib.import_module(_home(name)), name)
     except ModuleNotFoundError as error:
-        if error.name not in ("tensorflow", "keras"):
+        if error.name not in ("tensorflow", "jax", "torch", "keras"):
             raise
         raise MissingFrameworkError(
             explain(
-                received=f"bigbatch.{name} where TensorFlow or Keras is not installed",
-                expected="TensorFlow 2.10 or newer in this environment, with its Keras",
-                fix="pip install 'bigbatch[tensorflow]'",
+                received=f"bigbatch.{name} where {error.name} is not installed",
+                expected="Keras 3 with TensorFlow, JAX or torch, or Keras 2 with TensorFlow "
+                "2.10 or newer",
+                fix="pip install 'bigbatch[tensorflow]', 'bigbatch[jax]' or 'bigbatch[torch]'",
             )
         ) from error
     globals()[name] = value
@@ -95,13 +96,24 @@ def __getattr__(name: str) -> Any:
 
 
 def _home(name: str) -> str:
-    """Return the module that has `name`, for the TensorFlow that is installed."""
+    """Return the module that has `name`, for the framework that is installed."""
     home = _HOMES[name]
     if home in _WITHOUT_FRAMEWORK:
+        return home
+    if not home.startswith("bigbatch.loops") and not _keras_runs_on_tensorflow():
         return home
     is_one = importlib.import_module("bigbatch.core.versions").is_one
     tensorflow = importlib.import_module("tensorflow")
     return "bigbatch.loops.tf1" if is_one(name, tensorflow.__version__) else home
+
+
+def _keras_runs_on_tensorflow() -> bool:
+    """Say whether TensorFlow is the backend of Keras, as it always is before Keras 3."""
+    try:
+        keras = importlib.import_module("keras")
+    except ModuleNotFoundError:
+        return True
+    return not hasattr(keras, "backend") or keras.backend.backend() == "tensorflow"
 
 
 def __dir__() -> list[str]:

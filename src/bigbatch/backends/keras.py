@@ -40,11 +40,17 @@ def is_keras_3(model: Any) -> bool:
     return _package_of(model) == "keras" and int(keras.__version__.split(".")[0]) >= 3
 
 
+KERAS_3_BACKENDS = {
+    "tensorflow": ("bigbatch.backends.tensorflow.keras3", "Keras3OnTensorFlow"),
+}
+"""Where the backends of Keras 3 are, by the name that Keras has for the framework."""
+
+
 @functools.lru_cache(maxsize=None)
 def _backend(package: str) -> Backend:
     if package == "keras" and int(keras.__version__.split(".")[0]) >= 3:
-        module = importlib.import_module("bigbatch.backends.tensorflow.keras3")
-        return module.Keras3OnTensorFlow(keras)
+        module, name = KERAS_3_BACKENDS[keras.backend.backend()]
+        return getattr(importlib.import_module(module), name)(keras)
     # Before TensorFlow 2.16 the public names are those of `tf.keras`.
     name = "tensorflow.keras" if package == "keras" else package
     module = importlib.import_module("bigbatch.backends.keras2.backend")
@@ -98,15 +104,17 @@ class KerasBackend(Backend):
 
 def check_model(model: Any) -> None:
     """Raise if `model` is not a Keras model that can be trained here."""
-    if backend_of(model) is None or (
-        is_keras_3(model) and keras.backend.backend() != "tensorflow"
+    if _package_of(model) is None or (
+        is_keras_3(model) and keras.backend.backend() not in KERAS_3_BACKENDS
     ):
         raise ArgumentError(
             explain(
                 received=f"model={model!r} ({type(model).__name__}), Keras {keras.__version__} "
                 f"with the backend {keras.backend.backend()!r}",
-                expected="a Keras 3 model on the TensorFlow backend, or a Keras 2 model",
-                fix="pass the model whose fit() is to accumulate; set KERAS_BACKEND=tensorflow",
+                expected="a Keras 2 model, or a Keras 3 model on one of the backends "
+                f"{', '.join(KERAS_3_BACKENDS)}",
+                fix="pass the model whose fit() is to accumulate; set KERAS_BACKEND to one of "
+                "these",
             )
         )
     if is_keras_3(model):
