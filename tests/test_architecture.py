@@ -244,6 +244,7 @@ def test_public_names_are_frozen():
         "Monitor",
         "NoiseScale",
         "NoiseScaleEstimator",
+        "NotEqualWarning",
         "Plan",
         "Verification",
         "__version__",

@@ -136,7 +136,6 @@ def test_the_same(case):
     ("case", "names"),
     [
         (batch_norm, ["layer 'first'", "layer 'second'"]),
-        (coupled_loss, ["loss 'contrastive'"]),
         (averaging_layer, ["layer 'average'"]),
         (accumulating_optimizer, ["optimizer 'mine'"]),
     ],
@@ -153,6 +152,9 @@ def test_not_the_same_and_why(case, names):
 
 def test_what_helps_is_verified_too():
     assert verify(coupled_loss, coupled=True).ok
+    assert verify(coupled_loss).ok
+    result = verify(coupled_loss, coupled=False)
+    assert [hazard.where for hazard in result.hazards] == ["loss 'contrastive'"]
     assert not verify(batch_norm, batch_norm="microbatch").ok
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from bigbatch.engine.accumulate import accumulate as accumulate
     from bigbatch.engine.accumulate import microbatch_size as microbatch_size
     from bigbatch.engine.accumulate import restore as restore
+    from bigbatch.errors import NotEqualWarning as NotEqualWarning
     from bigbatch.loops.accumulator import GradientAccumulator as GradientAccumulator
     from bigbatch.loops.value_and_gradients import value_and_gradients as value_and_gradients
     from bigbatch.planner.measure import plan as plan
@@ -35,6 +36,7 @@ _HOMES = {
     "Monitor": "bigbatch.diagnostics.monitor",
     "NoiseScale": "bigbatch.diagnostics.noise_scale",
     "NoiseScaleEstimator": "bigbatch.core.noise",
+    "NotEqualWarning": "bigbatch.errors",
     "Plan": "bigbatch.planner.plan",
     "Verification": "bigbatch.diagnostics.verification",
     "accumulate": "bigbatch.engine.accumulate",
@@ -52,6 +54,7 @@ _WITHOUT_FRAMEWORK = {
     "bigbatch.core.noise",
     "bigbatch.core.schedules",
     "bigbatch.diagnostics.verification",
+    "bigbatch.errors",
     "bigbatch.planner.plan",
 }
 
@@ -60,6 +63,7 @@ __all__ = [
     "Monitor",
     "NoiseScale",
     "NoiseScaleEstimator",
+    "NotEqualWarning",
     "Plan",
     "Verification",
     "__version__",

@@ -202,7 +202,13 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-norm", default="pooled", metavar="MODE", help="pooled, microbatch or frozen"
     )
-    parser.add_argument("--coupled", action="store_true", help="samples meet in the loss")
+    parser.add_argument(
+        "--coupled",
+        action="store_const",
+        const=True,
+        default="auto",
+        help="compute the loss on the whole batch, by two passes, whatever a trial says",
+    )
 
 
 def _demo(options: argparse.Namespace) -> int:

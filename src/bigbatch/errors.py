@@ -35,6 +35,10 @@ class UnsupportedVersionError(BigbatchError, ImportError):
     """TensorFlow is installed in a version that does not have what is needed."""
 
 
+class NotEqualWarning(UserWarning):
+    """Training will differ from the full batch: the check of the first batch found it."""
+
+
 def explain(*, received: str, expected: str, fix: str) -> str:
     """Return an error text in the three parts that every bigbatch error has."""
     return f"Received: {received}\nExpected: {expected}\nFix: {fix}"

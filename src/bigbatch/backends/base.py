@@ -115,6 +115,10 @@ class Backend(abc.ABC):
     def sample(self, model: Any, data: Any, rows: int) -> Any:
         """Return a few samples of a batch, to try things with: see `Sample`."""
 
+    @abc.abstractmethod
+    def sample_of_many(self, samples: list[Any]) -> Any:
+        """Return the samples of several batches together."""
+
     # What Keras hands over, and how it is called.
 
     @abc.abstractmethod
@@ -154,6 +158,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def has_custom_train_step(self, model: Any) -> bool:
         """Say whether the model does not leave `train_step` to Keras."""
+
+    @abc.abstractmethod
+    def has_custom_compute_loss(self, model: Any) -> bool:
+        """Say whether the model does not leave `compute_loss` to Keras."""
 
     @abc.abstractmethod
     def uses_inputs_after_call(self, model: Any) -> bool:
@@ -198,6 +206,24 @@ class Backend(abc.ABC):
         """Say whether a metric is the mean of what it is updated with."""
 
     @abc.abstractmethod
+    def compiled_metrics(self, model: Any) -> list[Any]:
+        """Return the metrics given to `compile`, once built."""
+
+    @abc.abstractmethod
+    def update_compiled_metrics(
+        self, model: Any, y: Any, y_pred: Any, sample_weight: Any
+    ) -> None:
+        """Update the metrics given to `compile`, as `train_step` does."""
+
+    @abc.abstractmethod
+    def function_of(self, metric: Any) -> Callable[[Any, Any], Any] | None:
+        """Return the function whose mean a metric is, or `None` if it is no such metric."""
+
+    @abc.abstractmethod
+    def update_mean(self, metric: Any, value: Any) -> None:
+        """Update the metric of a function with one number."""
+
+    @abc.abstractmethod
     def layers_with_other_draws(self, model: Any) -> list[Any]:
         """Return the layers that draw other random numbers than with the full batch."""
 
@@ -228,8 +254,14 @@ class Backend(abc.ABC):
         """Return what layers have added to the loss in the last call, without regularisers."""
 
     @abc.abstractmethod
-    def scaling_sums_of_layers(self, model: Any, factor: Callable[[], Any]) -> Block[Any]:
-        """Return a block in which sums over samples that layers add are scaled."""
+    def changing_added_losses(
+        self, model: Any, change: Callable[[Any, int, Any], Any]
+    ) -> Block[None]:
+        """Return a block in which layers add `change(layer, position, loss)` to the loss."""
+
+    @abc.abstractmethod
+    def regularisers_of(self, model: Any) -> list[Any]:
+        """Return the part of the loss that depends on weights only."""
 
     @abc.abstractmethod
     def add_loss(self, model: Any, loss: Any) -> None:
@@ -253,9 +285,16 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def watching_loss(
-        self, model: Any, replace: Callable[[Any], Any], record: Callable[[Any, Any], None]
+        self,
+        model: Any,
+        replace: Callable[[Any], Any],
+        record: Callable[[Any, Any], None],
+        note: Callable[[Any], None] = lambda _: None,
     ) -> Block[None]:
-        """Return a block in which each compiled loss is replaced by `replace(loss)`."""
+        """Return a block in which each compiled loss is replaced by `replace(loss)`.
+
+        `note` is called with their sum, `record` with what their metrics would be updated with.
+        """
 
     @abc.abstractmethod
     def losses_of_one_replica(

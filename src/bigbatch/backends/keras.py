@@ -5,14 +5,17 @@ Names of Keras that are not public are in `backends/` alone; `tests/test_compat*
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
-from typing import Any, Callable
+import itertools
+from typing import Any, Callable, Iterator
 
 import keras
 
 from bigbatch.backends.base import Backend
 from bigbatch.core import versions
+from bigbatch.core.patching import replaced
 from bigbatch.errors import ArgumentError, explain
 
 
@@ -84,15 +87,18 @@ class KerasBackend(Backend):
         return self.keras.utils.pack_x_y_sample_weight(x, y, sample_weight)
 
     def has_custom_train_step(self, model: Any) -> bool:
-        own = type(model).train_step is not self.keras.Model.train_step
-        return own or "train_step" in vars(model)
+        return self._has_custom(model, "train_step")
+
+    def has_custom_compute_loss(self, model: Any) -> bool:
+        return self._has_custom(model, "compute_loss")
 
     def uses_inputs_after_call(self, model: Any) -> bool:
-        return any(
-            getattr(type(model), name) is not getattr(self.keras.Model, name)
-            or name in vars(model)
-            for name in ("compute_loss", "compute_metrics")
-        )
+        custom = functools.partial(self._has_custom, model)
+        return custom("compute_loss") or custom("compute_metrics")
+
+    def _has_custom(self, model: Any, method: str) -> bool:
+        own = getattr(type(model), method) is not getattr(self.keras.Model, method)
+        return own or method in vars(model)
 
     def name_of(self, optimizer: Any) -> str:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -100,6 +106,41 @@ class KerasBackend(Backend):
 
     def is_mean(self, metric: Any) -> bool:
         return type(metric) is self.keras.metrics.Mean
+
+    def function_of(self, metric: Any) -> Callable[[Any, Any], Any] | None:
+        wrapper = self.keras.metrics.MeanMetricWrapper
+        if (
+            not isinstance(metric, wrapper)
+            or type(metric).update_state is not wrapper.update_state
+        ):
+            return None
+        return functools.partial(metric._fn, **metric._fn_kwargs)
+
+    def update_mean(self, metric: Any, value: Any) -> None:
+        self.keras.metrics.Mean.update_state(metric, value)
+
+    @contextlib.contextmanager
+    def changing_added_losses(
+        self, model: Any, change: Callable[[Any, int, Any], Any]
+    ) -> Iterator[None]:
+        """Return a block in which layers add `change(layer, position, loss)` to the loss."""
+
+        def adding(layer: Any, add_loss: Any, positions: Iterator[int]) -> Callable[..., None]:
+            def add(losses: Any, *args: Any, **kwargs: Any) -> None:
+                each = losses if isinstance(losses, (list, tuple)) else [losses]
+                changed = [
+                    one if callable(one) else change(layer, next(positions), one)
+                    for one in each
+                ]
+                add_loss(changed, *args, **kwargs)
+
+            return add
+
+        with contextlib.ExitStack() as stack:
+            for layer in (model, *layers_of(model)):
+                instead = adding(layer, layer.add_loss, itertools.count())
+                stack.enter_context(replaced(layer, add_loss=instead))
+            yield
 
 
 def check_model(model: Any) -> None:
@@ -200,3 +241,13 @@ def set_mask(tensor: Any, mask: Any) -> None:
 def mask_of(tensor: Any) -> Any:
     """Return the mask Keras has attached to a tensor, or `None`."""
     return getattr(tensor, "_keras_mask", None)
+
+
+def set_logits(tensor: Any, logits: Any) -> None:
+    """Attach the logits that probabilities were made of, for losses of Keras to see."""
+    tensor._keras_logits = logits
+
+
+def logits_of(tensor: Any) -> Any:
+    """Return the logits Keras has attached to probabilities, or `None`."""
+    return getattr(tensor, "_keras_logits", None)

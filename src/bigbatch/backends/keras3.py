@@ -84,7 +84,7 @@ class Keras3(KerasBackend):
         return model._compile_loss
 
     def number_of_terms(self, model: Any) -> int:
-        return len(model._compile_loss._flat_losses)
+        return len(model._compile_loss._flat_losses or ())  # none before it is built
 
     def compute_loss(self, model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
         return model._compute_loss(x, y, y_pred, sample_weight, training=True)
@@ -97,6 +97,19 @@ class Keras3(KerasBackend):
             return f"{type(model).__name__}.compute_loss"
         terms = model._compile_loss._flat_losses
         return ", ".join(dict.fromkeys(repr(getattr(term.loss, "name", "?")) for term in terms))
+
+    def regularisers_of(self, model: Any) -> list[Any]:
+        return model._get_regularization_losses()
+
+    def compiled_metrics(self, model: Any) -> list[Any]:
+        compiled = model._compile_metrics
+        return [] if compiled is None else compiled.metrics
+
+    def update_compiled_metrics(
+        self, model: Any, y: Any, y_pred: Any, sample_weight: Any
+    ) -> None:
+        if model._compile_metrics is not None:
+            model._compile_metrics.update_state(y, y_pred, sample_weight)
 
     def losses_of_layers(self, model: Any) -> list[Any]:
         own = model._get_own_losses()
@@ -134,12 +147,16 @@ class Keras3(KerasBackend):
 
     @contextlib.contextmanager
     def watching_loss(
-        self, model: Any, replace: Callable[[Any], Any], record: Callable[[Any, Any], None]
+        self,
+        model: Any,
+        replace: Callable[[Any], Any],
+        record: Callable[[Any, Any], None],
+        note: Callable[[Any], None] = lambda _: None,
     ) -> Iterator[None]:
         """Return a block in which each loss given to `compile` is replaced by `replace(loss)`.
 
         What the metric of a loss, if there is one, would be updated with is passed to
-        `record(metric, value)` instead.
+        `record(metric, value)` instead; the sum of the losses is passed to `note` as well.
         """
         compile_loss = model._compile_loss
         if compile_loss is None:
@@ -148,15 +165,19 @@ class Keras3(KerasBackend):
         original = compile_loss.call
 
         def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            if not compile_loss.built:
+                compile_loss.build(y_true, y_pred)
             terms, metrics = compile_loss._flat_losses, compile_loss._metrics
             compile_loss._flat_losses = [
                 term._replace(loss=replace(term.loss)) for term in terms
             ]
             compile_loss._metrics = [_Recorder(metric, record) for metric in metrics]
             try:
-                return original(y_true, y_pred, sample_weight)
+                total = original(y_true, y_pred, sample_weight)
             finally:
                 compile_loss._flat_losses, compile_loss._metrics = terms, metrics
+            note(total)
+            return total
 
         with replaced(compile_loss, call=call):
             yield

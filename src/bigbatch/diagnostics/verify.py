@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import replace
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from bigbatch.diagnostics.update import Update, differences_of, observed, relati
 from bigbatch.diagnostics.verification import Difference, Hazard, Verification
 from bigbatch.engine.batch_norm import BatchNorm
 from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.loss_trial import LossTrial
 from bigbatch.engine.settings import Setting
 from bigbatch.engine.trial import unchanged
 from bigbatch.errors import ArgumentError, explain
@@ -43,7 +44,7 @@ def verify(
     *,
     microbatch_size: int,
     batch_norm: str = "pooled",
-    coupled: bool = False,
+    coupled: bool | Literal["auto"] = "auto",
     verbose: bool = True,
 ) -> Verification:
     """Compare one update of the full batch with one from micro-batches, on this model.
@@ -301,13 +302,14 @@ class _Comparison:
         if not self._backend.has_custom_train_step(self._model):
             # What cannot be tried is compared all the same.
             with contextlib.suppress(Exception):
-                name = sample.coupled_loss()
+                if LossTrial(self._model, sample).plan().needs_whole_batch:
+                    name = self._backend.name_of_loss(self._model)
         if name and not self._setting.coupled:
             self._hazards.append(
                 Hazard(
                     f"loss {name}",
-                    "the samples of a batch meet in it",
-                    "Pass coupled=True, to accumulate() and here.",
+                    "it is neither a mean nor a sum over samples",
+                    'Pass coupled="auto", the default, to accumulate() and here.',
                 )
             )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from bigbatch.backends.keras import backend_of, check_model
 from bigbatch.core.size_search import chosen_size
@@ -17,7 +17,7 @@ def accumulate(
     microbatch_size: int | str | None = None,
     accumulation_steps: AccumulationSteps = None,
     batch_norm: str = "pooled",
-    coupled: bool = False,
+    coupled: bool | Literal["auto"] = "auto",
 ) -> Any:
     """Let `model.fit` accumulate gradients, with the update of the full batch.
 
@@ -32,9 +32,10 @@ def accumulate(
     the optimizer gets one gradient list per update. What is saved is the plain model. If a
     batch fails, metrics, moving statistics and weights are those before it.
 
-    Every term of the compiled loss is divided by what it has in the whole batch: samples,
-    valid elements under a mask, the sum of the sample weights. What `add_loss`, an own
-    `compute_loss` or an own `train_step` adds is taken to be a mean over samples.
+    Every term of the loss is divided by what it has in the whole batch: samples, valid
+    elements under a mask, the sum of the sample weights. What a custom loss, `add_loss` or
+    `compute_loss` divides by is found by trying with samples of the first batch. A custom
+    `train_step` is taken to compute a mean over samples.
 
     Can be called before or after `compile`, after `load_model`, and again with another
     setting. `restore` undoes it.
@@ -53,11 +54,13 @@ def accumulate(
             the whole batch), "microbatch" (as Keras has it) or "frozen" (inference mode). On
             several replicas a micro-batch's statistics are those of one replica, also with
             `synchronized=True`.
-        coupled: whether samples of a batch meet in the loss, as in contrastive losses. Then
-            two passes are made over a batch: outputs first, the loss of the whole batch, and
-            gradients in the second pass. Exact for every loss of the outputs, for one more
-            forward pass; not for models with an own `train_step`, and not if samples also
-            meet in a layer.
+        coupled: whether the loss is computed on the whole batch, as contrastive losses and
+            losses that divide by labels must be. Then two passes are made over a batch: outputs
+            first, the loss of the whole batch, and gradients in the second pass. That is exact
+            for every loss of the outputs, for one more forward pass. "auto": if a trial with
+            samples of the first batch shows that the loss is neither a mean nor a sum over
+            samples. `True` raises an error where two passes are not possible: with a custom
+            `train_step`, or a layer that mixes samples.
 
     Returns:
         The same model.

@@ -35,6 +35,8 @@ class AutoSlices(WholeBatches):
         count = trainer.backend.batches_per_call(trainer.model)
         logs: dict[str, Any] = {}
         for data in functions.next_batches(iterator, count):
+            trainer.planning.at(data)
+            trainer.planning.conclude()
             trainer.phases.prepare(data if types is None else types, Lengths.SAME, None)
             data = functions.without_optionals(data)
             if self.size is None:
@@ -48,8 +50,6 @@ class AutoSlices(WholeBatches):
         largest = backend.data.largest_count(model.distribute_strategy, data)
 
         def run(size: int) -> dict[str, Any]:
-            if size < largest:
-                trainer.check.at(data, size)
             with trainer.phases.rollback.undone_if(backend.OUT_OF_MEMORY):
                 return trainer.train_on(data, size)
 

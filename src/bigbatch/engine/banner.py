@@ -27,7 +27,7 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
     replicas = backend_of(model).replicas(model)
     describe = _split if setting.microbatch_size is not None else _window
     parts = describe(setting, epoch, replicas)
-    if setting.coupled:
+    if setting.coupled is True:
         parts.append("two passes for a coupled loss")
     variables = model.trainable_variables if model.built else []
     count = sum(_width(v.dtype) * math.prod(v.shape) for v in variables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bigbatch.backends.keras import backend_of
+from bigbatch.engine.batch_metrics import BatchMetrics
 from bigbatch.engine.loss_terms import TermRecorder
 from bigbatch.engine.totals import LogTotals
 
@@ -24,13 +25,20 @@ class BatchLogs:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._backend = backend_of(model)
+        self.metrics = BatchMetrics(model)
+        """Updates the metrics that need the whole batch."""
         # What a micro-batch has turned out to do, known when it has been traced.
         self._tracked: list[tuple[Any, bool | None, bool]] = []
         self._by_samples: list[bool] = []
         self._left_alone: set[str] = set()
 
     def of_microbatch(
-        self, recorder: TermRecorder, logs: dict[str, Any], samples: Any, loss_weight: Any
+        self,
+        recorder: TermRecorder,
+        logs: dict[str, Any],
+        samples: Any,
+        loss_weight: Any,
+        batch_metrics: list[Any],
     ) -> LogTotals:
         """Return what adds up.
 
@@ -39,6 +47,7 @@ class BatchLogs:
             logs: what `train_step` returned.
             samples: the samples of the micro-batch.
             loss_weight: what its loss counts for.
+            batch_metrics: what `metrics` noted of it.
         """
         times = self._backend.ops.times
         self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
@@ -49,6 +58,7 @@ class BatchLogs:
                 times(number.value, loss_weight if number.of_loss else samples)
                 for number in recorder.numbers
             ],
+            batch_metrics=self.metrics.weighted(batch_metrics, samples),
         )
 
     def so_far(self, totals: LogTotals, count: Any) -> dict[str, Any]:
@@ -74,9 +84,11 @@ class BatchLogs:
         self._by_samples = [
             is_known if by_samples is None else by_samples for _, by_samples, _ in self._tracked
         ]
+        self.metrics.update(totals.batch_metrics, count)
         tensor = self._backend.ops.tensor
         metrics = [[tensor(one.total), tensor(one.count)] for one, _, _ in self._tracked]
-        return totals._replace(values=self.so_far(totals, count)), metrics
+        values = self.so_far(totals, count)
+        return totals._replace(values=values, batch_metrics=[]), metrics
 
     def update(
         self, totals: LogTotals, metrics: list[list[Any]], count: Any, loss_weight: Any

@@ -48,18 +48,19 @@ class Slices(WholeBatches):
         count = trainer.backend.batches_per_call(trainer.model)
         types = iterator.element_spec if data.is_iterator(iterator) else None
         size = _WHOLE if self.size == UNBOUNDED else self.size
-        if types is not None:
+        planning = trainer.planning
+        if self.size == UNBOUNDED:
+            planning.conclude()  # the batch is whole
+        if types is not None and planning.is_done:
             phases.prepare(types, Lengths.SAME, self.size or None)
-            if trainer.check.is_done or self.size == UNBOUNDED:
-                # A number that is known when the graph is built makes a simpler one.
-                number = 1 if count == 1 else trainer.integer(count)
-                return phases.train_next(iterator, number, trainer.integer(size))
+            # A number that is known when the graph is built makes a simpler one.
+            number = 1 if count == 1 else trainer.integer(count)
+            return phases.train_next(iterator, number, trainer.integer(size))
         logs: dict[str, Any] = {}
         for batch in data.next_batches(iterator, count):
-            if types is None:
-                phases.prepare(batch, Lengths.SAME, self.size or None)
-            if self.size != UNBOUNDED:  # or the batch is whole
-                trainer.check.at(batch, self.size)
+            planning.at(batch, self.size)
+            planning.conclude()
+            phases.prepare(batch if types is None else types, Lengths.SAME, self.size or None)
             logs = trainer.train_on(batch, size, types)
         return logs
 
@@ -83,6 +84,8 @@ class Batches:
         self._length = 0
         self._filled = 0
         self._held: list[Any] = []
+        self._types: Any = None
+        self._lengths = Lengths.ANY
         self._begin_epoch()
 
     def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
@@ -131,12 +134,14 @@ class Batches:
 
     def _can_wait(self, trainer: Trainer) -> bool:
         """Say whether batches can be left to the iterator, as nobody needs their logs yet."""
-        is_ready = trainer.phases.rollback is not None and trainer.check.is_done
+        is_ready = trainer.phases.rollback is not None and trainer.planning.is_done
         is_streamed = not self._holds(trainer) and not trainer.model.run_eagerly
         return is_ready and is_streamed and bool(self._logs) and bool(self.batches_per_epoch)
 
     def _holds(self, trainer: Trainer) -> bool:
         """Say whether the batches of a window are held until all are there."""
+        if self._held or not trainer.planning.is_done:
+            return True
         return trainer.phases.needs_counts or trainer.phases.full_batch_loss is not None
 
     def _run_waiting(self, trainer: Trainer, *, is_last: bool) -> None:
@@ -218,15 +223,19 @@ class Batches:
         functions, phases = trainer.backend.data, trainer.phases
         is_iterator = functions.is_iterator(iterator)
         if is_iterator:
-            self._prepare(trainer, iterator.element_spec, Lengths.DECLARED)
-            if not self._holds(trainer) and trainer.check.is_done:
-                done = self._add_next(trainer, iterator, wanted)
-                self._logs = phases.logs_so_far()
-                return done
+            self._types, self._lengths = iterator.element_spec, Lengths.DECLARED
+            if trainer.planning.is_done:
+                self._prepare(trainer)
+                if not self._holds(trainer):
+                    done = self._add_next(trainer, iterator, wanted)
+                    self._logs = phases.logs_so_far()
+                    return done
         data = functions.as_tensors(functions.without_optionals(next(iterator)))
         if not is_iterator:
-            self._prepare(trainer, functions.types_of_any_count(data), Lengths.ANY)
-        trainer.check.at(data)
+            self._types, self._lengths = functions.types_of_any_count(data), Lengths.ANY
+        trainer.planning.at(data, batches=self._length)
+        if trainer.planning.is_done:
+            self._prepare(trainer)
         if self._holds(trainer):
             self._held.append(data)
             self._logs = trainer.backend.results(trainer.model)
@@ -237,11 +246,11 @@ class Batches:
             self._logs = phases.logs_so_far()
         return 1
 
-    def _prepare(self, trainer: Trainer, types: Any, lengths: Lengths) -> None:
+    def _prepare(self, trainer: Trainer) -> None:
         """Trace a micro-batch, and what runs it, for all batches of the data set."""
-        is_new = trainer.phases.prepare(types, lengths, None)
+        is_new = trainer.phases.prepare(self._types, self._lengths, None)
         if is_new and trainer.phases.full_batch_loss is None:
-            trainer.trace_micro_batch(types)
+            trainer.trace_micro_batch(self._types)
 
     def _add_next(self, trainer: Trainer, iterator: Any, wanted: int) -> int:
         if not self._filled:
@@ -257,6 +266,9 @@ class Batches:
         """Make one update of what the window holds; return the logs."""
         phases, functions = trainer.phases, trainer.backend.data
         held = self._held
+        if not trainer.planning.is_done:  # too few samples: the window ends here
+            trainer.planning.conclude()
+            self._prepare(trainer)
         if phases.full_batch_loss is not None:
             self._held, parts = [], len(held)  # or inputs would be in memory twice
             joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)
@@ -268,9 +280,10 @@ class Batches:
         else:
             if held:
                 phases.begin()
-                for data in held:
-                    phases.count(data, None)
-                phases.use_counts()
+                if phases.needs_counts:
+                    for data in held:
+                        phases.count(data, None)
+                    phases.use_counts()
                 for data in held:
                     phases.add(data, None, self._weight(trainer))
             logs = phases.finish(is_whole=False)

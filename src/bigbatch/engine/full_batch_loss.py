@@ -15,7 +15,7 @@ from bigbatch.backends.keras import backend_of, mask_of, set_mask
 from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_norm import batch_norms_of
 from bigbatch.engine.captured import CapturedGradients, Capturing
-from bigbatch.engine.coupling import samples_meet
+from bigbatch.engine.loss_plan import Kind
 from bigbatch.engine.loss_terms import ONE, OWN, Lengths, denominator
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.errors import ArgumentError, explain
@@ -25,6 +25,7 @@ class FullBatchTotals(NamedTuple):
     """What one replica has of a batch, to be summed over replicas."""
 
     gradients: list[Any]
+    moments: list[Any]
     logs: dict[str, Any]
     samples: Any
     microbatches: Any
@@ -36,11 +37,9 @@ class FullBatchLoss:
     Args:
         model: a Keras model that leaves `train_step` to Keras.
         microbatch: holds the sums of gradients.
-        batch_norm: as for `accumulate`.
     """
 
-    def __init__(self, model: Any, microbatch: MicroBatch, batch_norm: str) -> None:
-        _check(model, batch_norm)
+    def __init__(self, model: Any, microbatch: MicroBatch) -> None:
         self._model = model
         self._backend = backend_of(model)
         self._microbatch = microbatch
@@ -54,11 +53,11 @@ class FullBatchLoss:
         passes = self._passes((data,), size)
         count = 0
 
-        def forward(data: Any) -> tuple[list[Any], list[Any]]:
+        def forward(data: Any) -> tuple[list[Any], list[Any], list[Any]]:
             nonlocal count
-            outputs, masks, losses = self._call(passes.share, data)
+            outputs, masks, losses, moments = self._call(passes.share, data)
             count = len(outputs)
-            return [*outputs, *masks], losses
+            return [*outputs, *masks], losses, moments
 
         def loss(rows: list[Any], losses: list[Any]) -> Any:
             (whole,) = passes.batch.arguments(passes.batch.leaves)
@@ -77,6 +76,7 @@ class FullBatchLoss:
         samples = ops.weight(passes.batch.count)
         return FullBatchTotals(
             gradients=passes.with_those_in_loss(result, gradients),
+            moments=passes.sums,
             logs=result.result,
             samples=samples,
             microbatches=ops.ceil(samples / ops.weight(size)),
@@ -91,23 +91,29 @@ class FullBatchLoss:
             if microbatch.statistics is not None:
                 microbatch.statistics.note(totals.microbatches, totals.samples, [])
             apply([list(gradients)])
+            microbatch.norm.update(totals.moments)
         backend.on_replicas(self._model, microbatch.close)
         return totals.logs
 
-    def _call(self, share: Any, data: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Call the model; return its outputs, their masks, and what layers add to the loss."""
-        ops, backend = self._backend.ops, self._backend
+    def _call(self, share: Any, data: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """Call the model; return outputs, masks, added losses, and moments of layers."""
+        ops, backend, plan = self._backend.ops, self._backend, self._microbatch.plan
         x, _, _ = backend.unpacked(data)
 
-        def parts() -> Any:  # of which a mean is taken; of those that are sums it is the sum
-            return ops.weight(share.total) / ops.weight(backend.data.sample_count(data))
+        def as_mean(layer: Any, position: int, loss: Any) -> Any:
+            is_sum = plan.kind_of_added(id(layer), position) is Kind.SUM
+            if not is_sum and not ops.rank(loss):
+                return loss
+            # The mean over micro-batches is taken of it, which then is the sum.
+            parts = ops.weight(share.total) / ops.weight(backend.data.sample_count(data))
+            return ops.times(ops.sum(loss), parts)
 
-        sums = backend.scaling_sums_of_layers(self._model, parts)
-        with self._microbatch.norm.watching(), sums:
+        added = backend.changing_added_losses(self._model, as_mean)
+        with self._microbatch.norm.watching() as moments, added:
             self._outputs = backend.call(self._model, x, training=True)
         outputs = ops.flatten(self._outputs)
         masks = [mask_of(output) for output in outputs]
-        return outputs, masks, backend.losses_of_layers(self._model)
+        return outputs, masks, backend.losses_of_layers(self._model), moments
 
     def _loss(
         self, passes: Any, data: Any, outputs: list[Any], masks: list[Any], losses: list[Any]
@@ -197,7 +203,8 @@ class FullBatchLoss:
             variable.assign(ops.where(share.is_first, ops.tensor(variable), value))
 
 
-def _check(model: Any, batch_norm: str) -> None:
+def check_two_passes(model: Any, batch_norm: str) -> None:
+    """Raise if two passes over a batch would not be exact for a model."""
     if backend_of(model).has_custom_train_step(model):
         raise ArgumentError(
             explain(
@@ -210,4 +217,15 @@ def _check(model: Any, batch_norm: str) -> None:
         )
     norms = [] if batch_norm == "frozen" else batch_norms_of(model)
     if norms:
-        raise ArgumentError(samples_meet(norms[0]))
+        raise ArgumentError(mixes_samples(norms[0]))
+
+
+def mixes_samples(layer: Any) -> str:
+    """Say that a layer mixes samples, not only the loss."""
+    return explain(
+        received=f"coupled=True and the layer {layer.name!r} ({type(layer).__name__}), which "
+        "mixes the samples of a batch in the forward pass",
+        expected="samples that are compared in the loss only",
+        fix='pass batch_norm="frozen" for BatchNormalization, or use LayerNormalization or '
+        "GroupNormalization; move what mixes samples from call() to the loss",
+    )

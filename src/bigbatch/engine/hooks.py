@@ -224,7 +224,7 @@ def observe(model: Any, *, what: str, with_noise: bool) -> UpdateStatistics:
                 fix="call bigbatch.accumulate(model, ...) before fit()",
             )
         )
-    if with_noise and hooks.setting.coupled:
+    if with_noise and hooks.setting.coupled is True:
         raise ContextError(
             explain(
                 received=f"{what} for a model with coupled=True",

@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-from dataclasses import dataclass
 from typing import Any, Callable, Iterator, NamedTuple
 
 from bigbatch.backends.base import Backend
 from bigbatch.core.patching import replaced
+from bigbatch.engine.loss_plan import Kind, LossPlan
 
 SAMPLES = "samples"
 """The denominator of a term that is a mean over samples: no correction is needed."""
@@ -27,6 +27,9 @@ OWN = "own"
 ONE = "one"
 """The denominator of a term that is a sum: one for the whole batch, so that parts add up."""
 
+ONE_PER_REPLICA = "one per replica"
+"""As `ONE`, of a sum that Keras takes for a mean and divides by the number of replicas."""
+
 
 class Lengths(enum.Enum):
     """Which dimensions the micro-batches of a batch share, apart from the number of them."""
@@ -36,31 +39,32 @@ class Lengths(enum.Enum):
     ANY = "none"
 
 
-@dataclass
-class LossPlan:
-    """What the terms of a loss have to know of the batch; found when one is traced."""
-
-    needs_samples: bool = False
-    """Whether a term is a sum, and its weight depends on the samples of the batch."""
-    needs_denominators: bool = False
-    """Whether a term divides by something that has to be counted over the batch first."""
-
-
 def denominator(
-    backend: Backend, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any, lengths: Lengths
+    backend: Backend,
+    loss: Any,
+    y_true: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    lengths: Lengths,
+    kind: Kind = Kind.KERAS,
 ) -> Any:
-    """Return what `loss` divides the sum over these samples by, or `SAMPLES`, `OWN`, `ONE`.
+    """Return what `loss` divides the sum over these samples by, or one of the names above.
 
-    This is the arithmetic of `keras.losses.Loss`, of which only the quotient is public.
+    This is the arithmetic of `keras.losses.Loss`, of which only the quotient is public; unless
+    `kind`, found by trying, says that the loss itself makes one number of its samples.
     """
     ops = backend.ops
     elements = backend.elements(loss, y_true, y_pred)
     if elements is None:
-        return OWN
+        return ONE if kind is Kind.SUM else OWN
     values, masks = elements
-    if not ops.is_tensor(values) or ops.rank(values) == 0:
+    is_number = not ops.is_tensor(values) or ops.rank(values) == 0
+    if is_number or kind is not Kind.KERAS:
         # Weights, if there are any, make it one number per sample again.
-        return SAMPLES if masks or sample_weight is not None else OWN
+        is_reduced = not is_number and loss.reduction not in ("sum", "none", None)
+        if is_reduced or (is_number and (masks or sample_weight is not None)):
+            return ONE_PER_REPLICA if kind is Kind.SUM else SAMPLES
+        return ONE if kind is Kind.SUM else OWN
     if loss.reduction in ("sum", "none", None):  # the gradient of many numbers is of their sum
         return ONE
     if loss.reduction == "mean_with_sample_weight" and (masks or sample_weight is not None):
@@ -101,10 +105,11 @@ class ScalarMetric(NamedTuple):
 
 
 class TermRecorder:
-    """Sees every term of the compiled loss in one micro-batch, and corrects its weight.
+    """Sees every part of the loss in one micro-batch, and corrects its weight.
 
     Args:
         backend: knows the Keras of the model.
+        plan: what the parts of the loss do with a part of the batch.
         correction: called with the position of a term and its denominator in the micro-batch;
             returns the factor to multiply it by. Sums of layers have no position.
         lengths: what the micro-batches of the batch have in common.
@@ -116,6 +121,7 @@ class TermRecorder:
     def __init__(
         self,
         backend: Backend,
+        plan: LossPlan,
         correction: Callable[[int, Any], Any],
         lengths: Lengths,
         *,
@@ -123,6 +129,7 @@ class TermRecorder:
         can_weigh: Callable[[], bool] = lambda: False,
     ) -> None:
         self._backend = backend
+        self._plan = plan
         self._correction = correction
         self._lengths = lengths
         self._replicas = replicas
@@ -133,6 +140,7 @@ class TermRecorder:
         self.numbers: list[ScalarMetric] = []
         """What metrics are to be updated with, not now but once per batch."""
         self._updated: set[int] = set()
+        self._compiled: list[Any] = []
 
     @contextlib.contextmanager
     def watching(self, model: Any) -> Iterator[None]:
@@ -142,10 +150,16 @@ class TermRecorder:
                 if self._backend.is_mean(metric):
                     update_state = functools.partial(self._update, metric, metric.update_state)
                     stack.enter_context(replaced(metric, update_state=update_state))
-            watching = self._backend.watching_loss(model, self._corrected, self._record)
+            watching = self._backend.watching_loss(
+                model, self._corrected, self._record, self._compiled.append
+            )
             stack.enter_context(watching)
-            once = functools.partial(self._correction, -1, ONE)
-            stack.enter_context(self._backend.scaling_sums_of_layers(model, once))
+            stack.enter_context(
+                self._backend.changing_added_losses(model, self._corrected_added)
+            )
+            if self._plan.compute_loss is Kind.SUM:
+                compute = functools.partial(self._compute_loss, model, model.compute_loss)
+                stack.enter_context(replaced(model, compute_loss=compute))
             yield
 
     def left_alone(self, model: Any) -> set[str]:
@@ -162,7 +176,10 @@ class TermRecorder:
 
         def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             position = len(self.denominators)
-            by = denominator(self._backend, loss, y_true, y_pred, sample_weight, self._lengths)
+            kind = self._plan.kind_of_term(position)
+            by = denominator(
+                self._backend, loss, y_true, y_pred, sample_weight, self._lengths, kind
+            )
             value = self._backend.value_of(loss, y_true, y_pred, sample_weight, by)
             if ops.is_tensor(by) and self._can_weigh():
                 self.loss_weight, by = by, SAMPLES
@@ -176,6 +193,21 @@ class TermRecorder:
             return corrected
 
         return call
+
+    def _corrected_added(self, layer: Any, position: int, loss: Any) -> Any:
+        """Return what a layer adds to the loss; Keras adds up the numbers of a tensor."""
+        is_sum = self._plan.kind_of_added(id(layer), position) is Kind.SUM
+        if not is_sum and not self._backend.ops.rank(loss):
+            return loss
+        return self._backend.ops.times(loss, self._correction(-1, ONE))
+
+    def _compute_loss(self, model: Any, compute: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a custom loss that is a sum but for compiled losses and regularisers."""
+        self._compiled.clear()
+        total, ops = compute(*args, **kwargs), self._backend.ops
+        others = [one for one in self._compiled if one is not None]
+        rest = sum([*others, *map(ops.sum, self._backend.regularisers_of(model))], 0.0)
+        return rest + ops.times(total - rest, self._correction(-1, ONE))
 
     def _update(
         self, metric: Any, update_state: Any, values: Any, sample_weight: Any = None

@@ -11,7 +11,15 @@ from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_logs import BatchLogs
 from bigbatch.engine.batch_norm import BatchNorm
 from bigbatch.engine.captured import CapturedGradients, Capturing
-from bigbatch.engine.loss_terms import ONE, OWN, SAMPLES, Lengths, LossPlan, TermRecorder
+from bigbatch.engine.loss_plan import LossPlan
+from bigbatch.engine.loss_terms import (
+    ONE,
+    ONE_PER_REPLICA,
+    OWN,
+    SAMPLES,
+    Lengths,
+    TermRecorder,
+)
 from bigbatch.engine.statistics import statistics_of
 from bigbatch.engine.totals import BatchContext, StatisticTotals, Totals
 
@@ -40,7 +48,7 @@ class MicroBatch:
         self.statistics = statistics_of(model)
         self.lengths = Lengths.SAME
         self.plan = LossPlan()
-        """What has to be known of the batch; complete when a micro-batch has been traced."""
+        """What the parts of the loss do; complete when a micro-batch has been traced."""
         self.captured: list[CapturedGradients] = []
         """What each optimizer was given; their variables are known after a trace."""
         self.sums: dict[int, Any] = {}
@@ -90,6 +98,7 @@ class MicroBatch:
         samples = ops.weight(backend.data.sample_count(data))
         recorder = TermRecorder(
             backend,
+            self.plan,
             functools.partial(self._correction, context, samples),
             self.lengths,
             replicas=self._replicas,
@@ -113,6 +122,7 @@ class MicroBatch:
         with contextlib.ExitStack() as stack:
             moments = stack.enter_context(self.norm.watching())
             stack.enter_context(recorder.watching(model))
+            metrics = stack.enter_context(self.logs.metrics.watching(self.plan))
             stack.enter_context(backend.losses_of_one_replica(model, self._replicas))
             stack.enter_context(backend.metrics_on_replicas(model))
             captured = stack.enter_context(capturing)
@@ -130,7 +140,7 @@ class MicroBatch:
             gradients=gradients,
             samples=samples,
             loss_weight=loss_weight,
-            logs=self.logs.of_microbatch(recorder, logs, samples, loss_weight),
+            logs=self.logs.of_microbatch(recorder, logs, samples, loss_weight, metrics),
             moments=moments,
             statistics=statistics,
         )
@@ -201,6 +211,8 @@ class MicroBatch:
         self.plan.needs_samples = True
         if denominator is ONE:
             return context.samples / samples  # Keras does not divide sums by the replicas
+        if denominator is ONE_PER_REPLICA:
+            return context.samples / samples * replicas
         self.plan.needs_denominators = True
         divided = self._backend.ops.divided
         # A custom step may compute its loss more than once.
@@ -215,7 +227,7 @@ class MicroBatch:
         del vector
         backend, model = self._backend, self._model
         x, y, sample_weight = backend.unpacked(data)
-        recorder = TermRecorder(backend, lambda *_: None, self.lengths)
+        recorder = TermRecorder(backend, self.plan, lambda *_: 1, self.lengths)
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.
         # Neither must metrics of layers.
         with contextlib.ExitStack() as stack:

@@ -11,7 +11,7 @@ import functools
 from typing import Any
 
 from bigbatch.backends.keras import backend_of
-from bigbatch.engine.full_batch_loss import FullBatchLoss
+from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
 from bigbatch.engine.loss_terms import Lengths
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.engine.totals import ReplicaTotals
@@ -50,7 +50,8 @@ class Phases:
         self.full_batch_loss: FullBatchLoss | None = None
         """What computes the loss of the whole batch, if it is `coupled`."""
         if coupled:
-            self.full_batch_loss = FullBatchLoss(model, self.microbatch, batch_norm)
+            check_two_passes(model, batch_norm)
+            self.use_full_batch_loss()
         kept, before = self.microbatch.kept, lambda variable: self.rollback.before(variable)
         self._runs = backend.accumulation(model, self.microbatch.run, kept, before)
         self._counts = backend.accumulation(model, self.microbatch.count, kept, before)
@@ -64,6 +65,10 @@ class Phases:
         """The copies of what a batch changes; there when this is prepared."""
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""
+
+    def use_full_batch_loss(self) -> None:
+        """Compute the loss on whole batches, by two passes; called before the first of them."""
+        self.full_batch_loss = FullBatchLoss(self._model, self.microbatch)
 
     def prepare(self, data: Any, lengths: Lengths, size: int | None) -> bool:
         """Get ready for data, or types of data: trace a micro-batch, once for each structure.

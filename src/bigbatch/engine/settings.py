@@ -12,6 +12,7 @@ from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.engine.auto_size import AutoSlices
 from bigbatch.engine.batch_norm import MODES
 from bigbatch.engine.feeds import Batches, Slices
+from bigbatch.engine.planning import COUPLED
 from bigbatch.engine.trainer import Trainer
 from bigbatch.engine.workers import Workers
 from bigbatch.errors import ArgumentError, explain
@@ -24,7 +25,7 @@ class Setting:
     microbatch_size: int | str | None = None
     accumulation_steps: AccumulationSteps = None
     batch_norm: str = "pooled"
-    coupled: bool = False
+    coupled: bool | str = "auto"
 
     def __post_init__(self) -> None:
         if (self.microbatch_size is None) == (self.accumulation_steps is None):
@@ -45,12 +46,15 @@ class Setting:
                     fix="leave it out, or choose one of these",
                 )
             )
-        if not isinstance(self.coupled, bool):
+        if self.coupled not in COUPLED or isinstance(self.coupled, int) > isinstance(
+            self.coupled, bool
+        ):
             raise ArgumentError(
                 explain(
                     received=f"coupled={self.coupled!r}",
-                    expected="True or False",
-                    fix="pass coupled=True if samples of a batch meet in the loss",
+                    expected=f"one of {', '.join(map(repr, COUPLED))}",
+                    fix='leave it out: "auto" finds by trying whether the loss needs the whole '
+                    "batch",
                 )
             )
         if self.microbatch_size == AUTO:
@@ -64,26 +68,38 @@ class Setting:
         """Return what trains a compiled model, and may say something about it."""
         size = self.microbatch_size
         if size == AUTO:
-            return self._trainer(model, AutoSlices(say), self._workers(model))
+            return self._trainer(model, AutoSlices(say), say, self._workers(model))
         if self.accumulation_steps == 1:
             size = UNBOUNDED  # one batch per update is that batch in one micro-batch
         if isinstance(size, int):
-            return self._trainer(model, Slices(size))
-        return self._trainer(model, Batches(self.accumulation_steps))
+            return self._trainer(model, Slices(size), say)
+        return self._trainer(model, Batches(self.accumulation_steps), say)
 
     def trainer_of_slices(self, model: Any) -> Trainer:
         """Return what trains a compiled model on whole batches, whatever the mode is."""
-        return self._trainer(model, Slices(UNBOUNDED))
+        return self._trainer(model, Slices(UNBOUNDED), lambda _: None)
 
-    def _trainer(self, model: Any, feed: Any, workers: Workers | None = None) -> Trainer:
-        norm = self.batch_norm
-        return Trainer(model, feed, batch_norm=norm, coupled=self.coupled, workers=workers)
+    def _trainer(
+        self,
+        model: Any,
+        feed: Any,
+        say: Callable[[str], None],
+        workers: Workers | None = None,
+    ) -> Trainer:
+        return Trainer(
+            model,
+            feed,
+            batch_norm=self.batch_norm,
+            coupled=self.coupled,
+            workers=workers,
+            say=say,
+        )
 
     def _workers(self, model: Any) -> Workers | None:
         """Return what lets workers agree, as one of them may run out of memory."""
         if not is_multi_worker(model):
             return None
-        if self.coupled:
+        if self.coupled is True:
             raise ArgumentError(
                 explain(
                     received='microbatch_size="auto" and coupled=True under '

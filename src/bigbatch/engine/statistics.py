@@ -46,8 +46,8 @@ class UpdateStatistics:
                 micro-batches, weighted by samples, and that of the gradient it is given.
         """
         row = None
-        if self.with_noise:
-            parts, means = (sum(column) for column in zip(*norms)) if norms else (0.0, 0.0)
+        if self.with_noise and norms:  # there are none if the loss is of the whole batch
+            parts, means = (sum(column) for column in zip(*norms))
             row = [parts, means, samples, microbatches]
         self._table.add([1.0, microbatches, samples], row)
 

@@ -31,6 +31,8 @@ class LogTotals(NamedTuple):
     """What `train_step` returned, by name."""
     numbers: list[Any]
     """The numbers with which metrics are updated once per batch."""
+    batch_metrics: list[Any]
+    """What `BatchMetrics` keep until the batch is complete."""
 
 
 class StatisticTotals(NamedTuple):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of
-from bigbatch.engine.coupling import CouplingCheck, refuse_mixing_layers, warn_of_coupled_loss
 from bigbatch.engine.phases import Phases
+from bigbatch.engine.planning import Planning
 from bigbatch.engine.workers import Workers
 
 
@@ -19,8 +18,9 @@ class Trainer:
         model: a compiled Keras model.
         feed: where the micro-batches of a batch come from: `Slices` or `Batches`.
         batch_norm: as for `accumulate`.
-        coupled: whether the loss is that of the whole batch, by two passes.
+        coupled: as for `accumulate`.
         workers: what lets workers agree after each phase, if one may run out of memory.
+        say: called with what users may want to know.
     """
 
     def __init__(
@@ -29,22 +29,24 @@ class Trainer:
         feed: Any,
         *,
         batch_norm: str,
-        coupled: bool,
+        coupled: bool | str,
         workers: Workers | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.model = model
         self.backend = backend_of(model)
         self.feed = feed
-        self.phases = Phases(model, batch_norm=batch_norm, coupled=coupled)
+        self.phases = Phases(model, batch_norm=batch_norm, coupled=coupled is True)
         self._workers = workers
-        check = warn_of_coupled_loss
-        if coupled:
-            check = functools.partial(refuse_mixing_layers, model, batch_norm)
-        self.check = CouplingCheck(model, check)
-        """Looks at samples of the first batch."""
-        if workers is not None:
-            # Losses and metrics communicate, and not every worker may have samples.
-            self.check.is_done = True
+        self.planning = Planning(
+            model,
+            self.phases,
+            coupled=coupled,
+            batch_norm=batch_norm,
+            can_wait=workers is None,
+            say=say,
+        )
+        """Decides how the loss is computed, with samples of the first batch."""
 
     def train(self, iterator: Any) -> dict[str, Any]:
         """Train on the next batches of `iterator`, as `fit` asks; return the logs."""
@@ -58,7 +60,7 @@ class Trainer:
 
     def roll_back(self) -> None:
         """Forget an unfinished batch; metrics, statistics and random state are as before it."""
-        if self.feed.is_open:
+        if self.feed.is_open and self.phases.rollback is not None:
             self.phases.rollback.restore()
         self.feed.forget()
 
@@ -123,4 +125,4 @@ class Trainer:
     @property
     def sample(self) -> Any:
         """Some samples of the first batch, on one device; `None` if there are none."""
-        return None if self.backend.replicas(self.model) > 1 else self.check.sample
+        return None if self.backend.replicas(self.model) > 1 else self.planning.sample

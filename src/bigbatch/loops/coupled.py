@@ -25,12 +25,12 @@ def coupled_value_and_gradients(
     passes = TwoPasses(batch, microbatch_size, may_be_empty=replicas.inside_one_of_many())
     share, structure = passes.share, None
 
-    def outputs_of(*micro_batch: Any) -> tuple[list[Any], list[Any]]:
+    def outputs_of(*micro_batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
         nonlocal structure
         structure = forward(*micro_batch)
         outputs = [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(structure)]
         _check_rows(outputs, structure)
-        return outputs, []
+        return outputs, [], []
 
     def loss_of(outputs: list[Any], means: list[Any]) -> LossOfBatch:
         del means

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ except ImportError:  # in TensorFlow 2.10 it is
 
 import bigbatch
 from bigbatch.backends import keras as compat
+from bigbatch.engine.loss_trial import LossTrial
 from bigbatch.errors import ArgumentError
 from comparison import check_same, paired
 from coupled_cases import COUPLED_CASES, LABELS, LOSSES, Clip, encoder, loss_of
@@ -48,12 +48,12 @@ def test_in_float64(name, mode, float64):
 
 
 def test_micro_batches_alone_are_wrong(mode):
-    """What the tests here would see if samples did not meet."""
+    """What the tests here would see if the loss was not computed on the whole batch."""
     case = COUPLED_CASES["correlation"]
     expected = case.train()
     check_same(case.accumulate(mode, COUPLED), expected, 1e-3)
-    with pytest.warns(UserWarning, match="'correlation'.*coupled=True"):
-        result = case.accumulate(mode)
+    with pytest.warns(bigbatch.NotEqualWarning, match="'correlation'.*coupled=False"):
+        result = case.accumulate(mode, {"coupled": False})
     with pytest.raises(AssertionError, match="weights: "):
         check_same(result, expected, 1e-3)
     # A correlation of one sample is not a number.
@@ -284,8 +284,8 @@ def in_float32(leaf):
     return tf.constant(leaf, tf.float32)
 
 
-def coupled_loss(case):
-    """Return what is found out about the loss at the first batch of a case."""
+def needs_whole_batch(case):
+    """Say what is found out about the loss at the first batch of a case."""
     model = case.make_model()
     model.compile("sgd", case.loss() if case.loss else None)
     data = (case.x, case.y, case.fit.get("sample_weight"))
@@ -293,7 +293,7 @@ def coupled_loss(case):
     known = compat.backend_of(model)
     known.build(model, data)
     before = [variable.numpy() for variable in known.state_of(model)]
-    found = known.sample(model, data, 16).coupled_loss()
+    found = LossTrial(model, known.sample(model, data, 16)).plan().needs_whole_batch
     after = known.state_of(model)
     for variable, value in paired(after, before) if after or before else ():
         np.testing.assert_array_equal(variable, value)
@@ -303,22 +303,20 @@ def coupled_loss(case):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", STANDARD)
 def test_no_false_alarm(name):
-    assert coupled_loss(STANDARD[name]) is None
+    assert not needs_whole_batch(STANDARD[name])
 
 
 @pytest.mark.parametrize("name", [*LOSSES, "clip", "two outputs with different masks"])
 def test_a_coupled_loss_is_found(name):
-    assert coupled_loss(COUPLED_CASES[name])
+    assert needs_whole_batch(COUPLED_CASES[name])
 
 
-@pytest.mark.parametrize("name", ["sim_clr", "dense"])
-def test_fit_warns_once_or_not_at_all(name, mode):
-    case = COUPLED_CASES.get(name) or CASES[name]
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        case.accumulate(mode)
-    meet = [one for one in found if "samples of a batch meet" in str(one.message)]
-    assert len(meet) == (name == "sim_clr")
+def test_it_is_found_without_being_asked_and_said_once(mode, capsys):
+    case = COUPLED_CASES["sim_clr"]
+    check_same(case.accumulate(mode, verbose=2), case.train(), TOLERANCE["float32"])
+    assert capsys.readouterr().out.count("'sim_clr' is computed on the whole batch") == 1
+    CASES["dense"].accumulate(mode, verbose=2)
+    assert "whole batch" not in capsys.readouterr().out
 
 
 def test_an_activity_regulariser_is_exact_in_float64(float64):

@@ -138,12 +138,6 @@ class Keras2(Keras2Fit, TensorFlowBackend):
 
     # The loss.
 
-    def scaling_sums_of_layers(
-        self, model: Any, factor: Callable[[], Any]
-    ) -> contextlib.AbstractContextManager[Any]:
-        del model, factor
-        return contextlib.nullcontext()
-
     def compile_loss_of(self, model: Any) -> Any:
         compiled = getattr(model, "compiled_loss", None)
         return None if compiled is None or compiled._user_losses is None else compiled
@@ -162,6 +156,18 @@ class Keras2(Keras2Fit, TensorFlowBackend):
             return f"{type(model).__name__}.compute_loss"
         losses = model.compiled_loss._losses
         return ", ".join(dict.fromkeys(repr(loss.name) for loss in losses if loss is not None))
+
+    def regularisers_of(self, model: Any) -> list[Any]:
+        return [loss() for one in (model, *layers_of(model)) for loss in one._callable_losses]
+
+    def compiled_metrics(self, model: Any) -> list[Any]:
+        compiled = getattr(model, "compiled_metrics", None)
+        return [] if compiled is None else compiled.metrics
+
+    def update_compiled_metrics(
+        self, model: Any, y: Any, y_pred: Any, sample_weight: Any
+    ) -> None:
+        model.compiled_metrics.update_state(y, y_pred, sample_weight)
 
     def losses_of_layers(self, model: Any) -> list[Any]:
         return [loss for one in (model, *layers_of(model)) for loss in one._eager_losses]
@@ -215,7 +221,11 @@ class Keras2(Keras2Fit, TensorFlowBackend):
 
     @contextlib.contextmanager
     def watching_loss(
-        self, model: Any, replace: Callable[[Any], Any], record: Callable[[Any, Any], None]
+        self,
+        model: Any,
+        replace: Callable[[Any], Any],
+        record: Callable[[Any, Any], None],
+        note: Callable[[Any], None] = lambda _: None,
     ) -> Iterator[None]:
         """Return a block in which each loss given to `compile` is replaced by `replace(loss)`.
 
@@ -228,7 +238,7 @@ class Keras2(Keras2Fit, TensorFlowBackend):
             yield
             return
         replicas = model.distribute_strategy.num_replicas_in_sync
-        with replaced(model, compiled_loss=WatchedLoss(compiled, replace, replicas)):
+        with replaced(model, compiled_loss=WatchedLoss(compiled, replace, note, replicas)):
             yield
 
     def losses_of_one_replica(

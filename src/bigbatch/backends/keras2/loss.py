@@ -12,8 +12,15 @@ _SUM, _NONE = "sum", "none"
 class WatchedLoss:
     """Stands in for the compiled loss of a model."""
 
-    def __init__(self, compiled: Any, replace: Callable[[Any], Any], replicas: int) -> None:
-        self._compiled, self._replace, self._replicas = compiled, replace, replicas
+    def __init__(
+        self,
+        compiled: Any,
+        replace: Callable[[Any], Any],
+        note: Callable[[Any], None],
+        replicas: int,
+    ) -> None:
+        self._compiled, self._replace = compiled, replace
+        self._note, self._replicas = note, replicas
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
@@ -31,7 +38,9 @@ class WatchedLoss:
             total = compiled(y_true, y_pred, *args, **kwargs)
         finally:
             compiled._losses = losses
-        return total if total is None or self._replicas == 1 else total * self._replicas
+        total = total if total is None or self._replicas == 1 else total * self._replicas
+        self._note(total)
+        return total
 
 
 class _Term:

@@ -8,24 +8,19 @@ from typing import Any, Callable, Iterator
 
 import tensorflow as tf
 
-from bigbatch.backends.keras import layers_of, optimizers_of
+from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.keras3 import Keras3
 from bigbatch.backends.tensorflow.compat import variables_of
 from bigbatch.backends.tensorflow.data import next_of, on_next, without_optionals
 from bigbatch.backends.tensorflow.longest import longest
 from bigbatch.backends.tensorflow.mechanics import TensorFlowBackend
-from bigbatch.backends.tensorflow.values import times
 from bigbatch.core.patching import replaced
-from bigbatch.core.versions import version_of
 
 BUILD_BEFORE_FIT = "_maybe_symbolic_build"
 """The method with which `fit` and `evaluate` build a model that has a strategy."""
 
 END_OF_EPOCH = "_get_metrics_result_or_logs"
 """The method with which `fit` turns the logs of the last batch into those of the epoch."""
-
-ACTIVITIES_ARE_MEANS = (3, 14)
-"""The first Keras 3 that divides what an activity regulariser returns by the samples."""
 
 
 class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
@@ -84,28 +79,6 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
         )
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
-
-    def scaling_sums_of_layers(
-        self, model: Any, factor: Callable[[], Any]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return a block in which what layers add to the loss as a sum over samples is scaled.
-
-        By `factor()`, unless that is `None`. In older versions activity regularisers do.
-        """
-        stack = contextlib.ExitStack()
-        if version_of(self.keras.__version__) >= ACTIVITIES_ARE_MEANS:
-            return stack
-
-        def scaled(regularizer: Any, outputs: Any) -> Any:
-            value, by = tf.convert_to_tensor(regularizer(outputs)), factor()
-            return value if by is None else times(value, by)
-
-        for layer in (model, *layers_of(model)):
-            regularizer = layer.activity_regularizer
-            if regularizer is not None:
-                instead = functools.partial(scaled, regularizer)
-                stack.enter_context(replaced(layer, activity_regularizer=instead))
-        return stack
 
     @contextlib.contextmanager
     def noting_gradients(self, model: Any) -> Iterator[dict[int, Any]]:

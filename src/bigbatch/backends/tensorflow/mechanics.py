@@ -14,7 +14,7 @@ from bigbatch.backends.tensorflow.accumulation import Accumulation
 from bigbatch.backends.tensorflow.compat import outside_strategy_scope
 from bigbatch.backends.tensorflow.memory import Memory
 from bigbatch.backends.tensorflow.optimizers import adapted
-from bigbatch.backends.tensorflow.sample import Sample
+from bigbatch.backends.tensorflow.sample import TensorFlowSample, sample_of
 from bigbatch.backends.tensorflow.sums import GradientSums
 from bigbatch.backends.tensorflow.table import Table
 from bigbatch.backends.tensorflow.two_passes import TwoPasses
@@ -145,8 +145,12 @@ class TensorFlowBackend(Backend):
     def memory(self, variables: Iterable[Any]) -> Memory:
         return Memory(variable.device for variable in variables)
 
-    def sample(self, model: Any, data: Any, rows: int) -> Sample:
-        return Sample(self, model, data, rows)
+    def sample(self, model: Any, data: Any, rows: int) -> TensorFlowSample:
+        return sample_of(self, model, data, rows)
+
+    def sample_of_many(self, samples: list[TensorFlowSample]) -> TensorFlowSample:
+        first, *others = samples
+        return first.with_others(others)
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         return list(map(shaped, gradients, variables))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable
+from typing import Any, Callable, Iterable, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from bigbatch.backends.tensorflow.compat import under_xla
@@ -21,6 +22,7 @@ from bigbatch.backends.tensorflow.values import (
 __all__ = [
     "added",
     "as_gradient_of",
+    "as_type",
     "ceil",
     "divided",
     "flatten",
@@ -29,9 +31,12 @@ __all__ = [
     "map_structure",
     "maximum",
     "mean",
+    "numpy",
     "ones",
     "pack",
     "rank",
+    "rows",
+    "rows_together",
     "scaled_unless_one",
     "size",
     "squared_norm",
@@ -39,9 +44,11 @@ __all__ = [
     "stack",
     "stop_gradient",
     "sum",
+    "take",
     "tensor",
     "times",
     "weight",
+    "when",
     "where",
 ]
 
@@ -60,6 +67,41 @@ where = tf.where
 def tensor(value: Any) -> Any:
     """Return a value as a tensor."""
     return tf.convert_to_tensor(value)
+
+
+def numpy(value: Any) -> Any:
+    """Return the value of a tensor or variable as an array."""
+    return np.asarray(tf.convert_to_tensor(value))
+
+
+def as_type(array: Any, other: Any) -> Any:
+    """Return an array as a tensor of the type of another."""
+    return tf.cast(tf.convert_to_tensor(array), other.dtype)
+
+
+def take(value: Any, positions: Sequence[int]) -> Any:
+    """Return some rows of a tensor."""
+    return tf.gather(value, tf.constant(list(positions), tf.int32))
+
+
+def rows(value: Any) -> Any:
+    """Return what has one row per sample as something of which rows are listed, not added."""
+    return tf.IndexedSlices(value, tf.range(tf.shape(value)[0]))
+
+
+def rows_together(slices: Any, dtype: Any) -> Any:
+    """Return the rows of a whole batch, in the type that they had in `rows`."""
+    return tf.cast(slices.values, dtype)
+
+
+def when(condition: Any, function: Callable[[], None]) -> None:
+    """Call a function if a condition holds, in a graph or eagerly."""
+
+    def called() -> Any:
+        function()
+        return tf.constant(0)
+
+    tf.cond(condition, called, lambda: tf.constant(0))
 
 
 def weight(value: Any) -> Any:

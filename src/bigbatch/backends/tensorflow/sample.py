@@ -10,70 +10,40 @@ import numpy as np
 import tensorflow as tf
 
 from bigbatch.backends.base import Backend
-from bigbatch.backends.keras import layers_of, mask_of, set_mask
+from bigbatch.backends.keras import layers_of
+from bigbatch.backends.sample import Sample, keys_of_rows
 from bigbatch.backends.tensorflow.batch import sample_count
 from bigbatch.backends.tensorflow.compat import outside_strategy_scope
-from bigbatch.backends.tensorflow.data import without_optionals
+from bigbatch.backends.tensorflow.data import as_tensor, joined, without_optionals
 from bigbatch.core.patching import replaced
-
-ROWS = 16
-"""How many samples are taken at most."""
+from bigbatch.core.trial_rows import rows_that_differ
 
 
-class Sample:
-    """A few samples of the first batch of a model, to try things with.
+class TensorFlowSample(Sample):
+    """Samples of a batch, to try layers with, too.
 
     The first half of the samples stays as it is while others are put in the place of the
     second half: what then changes in the first half depends on other samples. Nothing of
     the model is different afterwards.
-
-    Args:
-        backend: the backend of the model.
-        model: a built Keras model.
-        data: a batch as `fit` gets it, perhaps of several replicas.
-        rows: how many samples to take at most.
     """
 
-    def __init__(self, backend: Backend, model: Any, data: Any, rows: int = ROWS) -> None:
-        local = functools.partial(backend.local_results, model)
-        rows = min(rows, ROWS)
-        data = tf.nest.map_structure(
-            lambda leaf: None if leaf is None else _first_rows(local(leaf)[0], max(rows, 2)),
-            without_optionals(data),
-        )
-        self._model = model
-        self._backend = backend
-        self._data = data
-        self._x, self._y, self._sample_weight = self._backend.unpacked(data)
-        self._count = int(sample_count(self._x))
-        self._half = self._count // 2
+    @property
+    def _half(self) -> int:
+        return self.count // 2
+
+    def with_others(self, others: list[TensorFlowSample]) -> TensorFlowSample:
+        """Return these samples and others together."""
+        if not others:
+            return self
+        together = joined(self.data, *(other.data for other in others))
+        return TensorFlowSample(self._backend, self._model, together)
 
     def repeated(self, count: int) -> Any:
         """Return a batch of `count` samples, made of these."""
-        rows = tf.range(count) % self._count
+        rows = tf.range(count) % self.count
         return tf.nest.map_structure(
-            lambda leaf: leaf if leaf is None else tf.gather(leaf, rows), self._data
+            lambda leaf: leaf if leaf is None else tf.gather(leaf, rows), self.data
         )
-
-    @property
-    def is_enough(self) -> bool:
-        """Whether there are samples to put in the place of others."""
-        return self._half > 0
-
-    def coupled_loss(self) -> str | None:
-        """Return the name of the loss, if the gradient of a sample depends on other samples."""
-        with self._undone():
-            outputs = self._backend.call(self._model, self._x, training=False)
-            flat = tf.nest.flatten(outputs)
-            before = self._gradients(outputs, flat)
-            others = [self._with_others(output, 0.9, 0.01) for output in flat]
-            for output, other in zip(flat, others):
-                set_mask(other, mask_of(output))
-            other_outputs = tf.nest.pack_sequence_as(outputs, others)
-            after = self._gradients(other_outputs, others)
-        if self._differ(before, after):
-            return self._backend.name_of_loss(self._model)
-        return None
 
     def mixing_layers(self, running: Any) -> list[Any]:
         """Return the layers that mix samples, in a block in which the model runs."""
@@ -123,12 +93,12 @@ class Sample:
                 this.put_back()
             return original(*args, **kwargs)
 
-        with self._undone(), running, contextlib.ExitStack() as stack:
+        with self.undone(), running, contextlib.ExitStack() as stack:
             stack.callback(_put_back, self._values_of(self._model))
             for layer in (*layers_of(self._model), self._model):
                 watched = functools.partial(call, layer, layer.call)
                 stack.enter_context(replaced(layer, call=watched))
-            self._backend.call(self._model, self._x, training=True)
+            self._backend.call(self._model, self.x, training=True)
         inside = {id(one): {id(part) for part in layers_of(one)} for one in found}
         ids = set(inside)
         return [layer for layer in found if not inside[id(layer)] & ids]
@@ -138,27 +108,17 @@ class Sample:
         weights = [self._backend.native(weight) for weight in layer.weights]
         return [(part, part.numpy()) for weight in weights for part in local(weight)]
 
-    def _gradients(self, outputs: Any, flat: list[Any]) -> list[Any]:
-        with tf.GradientTape() as tape:
-            tape.watch([one for one in flat if one.dtype.is_floating])
-            loss = self._backend.compute_loss(
-                self._model, self._x, self._y, outputs, self._sample_weight
-            )
-        return tape.gradient(loss, flat)
-
-    def _with_others(self, leaf: Any, scale: float = 1, shift: float = 0) -> Any:
+    def _with_others(self, leaf: Any) -> Any:
         """Return `leaf` with other rows in its second half."""
-        if leaf is None or not _has_rows(leaf, self._count):
+        if leaf is None or not _has_rows(leaf, self.count):
             return leaf
-        others = tf.concat([leaf[: self._half]] * 2, 0)[: self._count - self._half]
-        if leaf.dtype.is_floating:
-            others = others * tf.cast(scale, leaf.dtype) + tf.cast(shift, leaf.dtype)
+        others = tf.concat([leaf[: self._half]] * 2, 0)[: self.count - self._half]
         return tf.concat([leaf[: self._half], others], 0)
 
     def _differ(self, some: list[Any], others: list[Any]) -> bool:
         """Say whether first halves of rows differ by more than rounding."""
         for one, other in zip(some, others):
-            if not _has_rows(one, self._count) or not one.dtype.is_floating:
+            if not _has_rows(one, self.count) or not one.dtype.is_floating:
                 continue
             one, other = one[: self._half], other[: self._half]
             rounding = 3 * np.finfo(one.dtype.as_numpy_dtype).eps ** 0.5
@@ -168,7 +128,7 @@ class Sample:
         return False
 
     @contextlib.contextmanager
-    def _undone(self) -> Iterator[None]:
+    def undone(self) -> Iterator[None]:
         """Return a block after which metrics, statistics and random state are as before."""
         local = functools.partial(self._backend.local_results, self._model)
         with outside_strategy_scope():
@@ -218,10 +178,24 @@ def _put_back(values: list[tuple[Any, Any]]) -> None:
             variable.assign(value)
 
 
-def _first_rows(leaf: Any, count: int) -> Any:
+def sample_of(backend: Backend, model: Any, data: Any, rows: int) -> TensorFlowSample:
+    """Return a few samples of a batch as `fit` gets it, perhaps of several replicas."""
+    local = functools.partial(backend.local_results, model)
+    data = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else as_tensor(local(leaf)[0]),
+        without_optionals(data),
+    )
+    count = int(sample_count(data))
+    x, y, sample_weight = backend.unpacked(data)
+    del x
+    labels = tf.nest.flatten((y, sample_weight))
+    arrays = [leaf.numpy() for leaf in labels if isinstance(leaf, tf.Tensor)]
+    chosen = rows_that_differ(keys_of_rows(arrays, count), rows)
     # Gathered, which copies: a slice would keep the whole batch in memory.
-    leaf = tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
-    return tf.gather(leaf, tf.range(min(count, int(sample_count(leaf)))))
+    few = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.gather(leaf, chosen), data
+    )
+    return TensorFlowSample(backend, model, few)
 
 
 def _has_rows(leaf: Any, count: int) -> bool:

@@ -14,19 +14,15 @@ from bigbatch.backends.tensorflow import replicas
 from bigbatch.backends.tensorflow.batch import Batch, sample_count
 from bigbatch.backends.tensorflow.dependence import DRAWS_ANEW, changed_in
 from bigbatch.backends.tensorflow.microbatches import total
+from bigbatch.backends.tensorflow.ops import rows, rows_together
 from bigbatch.backends.tensorflow.tracing import EagerTrace
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, added, as_gradient_of, times
 from bigbatch.errors import ContextError, explain
 
 
-def _rows(output: Any) -> Any:
-    """Return what has one row per sample as something that `total` joins, not adds."""
-    return tf.IndexedSlices(output, tf.range(tf.shape(output)[0]))
-
-
 def _joined_rows(slices: Any, dtype: Any, count: Any) -> Any:
     """Return what `total` made of `rows`, in its type and with the samples that are known."""
-    output = tf.cast(slices.values, dtype)
+    output = rows_together(slices, dtype)
     return tf.ensure_shape(
         output, [count if isinstance(count, int) else None, *output.shape[1:]]
     )
@@ -88,10 +84,12 @@ class TwoPasses:
         self._options = {"jit_compile": jit_compile, "kept": list(kept)}
         self._changed: list[Any] = []
         self._before: list[Any] = []
+        self.sums: Any = None
+        """The sum over micro-batches of what adds up, after the first pass."""
 
     def run(
         self,
-        forward: Callable[..., tuple[list[Any], list[Any]]],
+        forward: Callable[..., tuple[list[Any], list[Any], list[Any]]],
         loss: Callable[[list[Any], list[Any]], LossOfBatch],
         keep: Callable[[Any], Any] = lambda gradients: gradients,
         begin: Callable[[], None] = lambda: None,
@@ -100,7 +98,7 @@ class TwoPasses:
 
         Args:
             forward: called with a micro-batch; returns tensors with one row per sample (or
-                `None`), and numbers that are means over samples.
+                `None`), numbers that are means over samples, and a nest that adds up.
             loss: called with the same for the batch on all replicas.
             keep: called with the gradients of a micro-batch in the second pass.
             begin: called when the second pass has been traced, before it runs.
@@ -109,14 +107,16 @@ class TwoPasses:
         whole = tf.cast(self.share.total, WEIGHT_DTYPE)
 
         def first(*micro_batch: Any) -> Any:
-            outputs, means = forward(*micro_batch)
+            outputs, means, sums = forward(*micro_batch)
             dtypes[:] = [None if one is None else one.dtype for one in outputs]
             count = sample_count(micro_batch)
-            return [None if one is None else _rows(one) for one in outputs], [
-                times(mean, count) for mean in means
-            ]
+            return (
+                [None if one is None else rows(one) for one in outputs],
+                [times(mean, count) for mean in means],
+                sums,
+            )
 
-        parts, sums = self._first(first)
+        parts, sums, self.sums = self._first(first)
         outputs = self.share.whole(
             [
                 None if part is None else _joined_rows(part, dtype, self.batch.count)
@@ -131,7 +131,7 @@ class TwoPasses:
             part = tf.cast(sample_count(micro_batch), WEIGHT_DTYPE) / whole
             of_means = [None if one is None else times(one, part) for one in result.of_means]
             with tf.GradientTape() as tape:
-                outputs, means = forward(*micro_batch)
+                outputs, means, _ = forward(*micro_batch)
             gradients = _pulled_back(
                 tape, [*outputs, *means], [*seeds, *of_means], result.variables
             )

@@ -1,0 +1,54 @@
+"""What each part of a loss does with a part of the batch; decided before the first update."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Kind(enum.Enum):
+    """How the value for a batch follows from the values for its micro-batches.
+
+    Members are in the order in which workers that disagree give way.
+    """
+
+    MEAN = "a mean over samples"
+    SUM = "a sum over samples"
+    KERAS = "the reduction of Keras over values of single samples"
+    WHOLE = "a value of the whole batch"
+
+
+@dataclass
+class LossPlan:
+    """How the parts of a loss are put together over the micro-batches of a batch.
+
+    The kinds are found by trying (`loss_trial.py`), what has to be known of the batch when a
+    micro-batch is traced.
+    """
+
+    terms: list[Kind] = field(default_factory=list)
+    """The kind of each loss given to `compile`; `KERAS` for those that were not tried."""
+    compute_loss: Kind = Kind.MEAN
+    """The kind of what a custom `compute_loss` adds to these."""
+    added: dict[int, list[Kind]] = field(default_factory=dict)
+    """The kinds of what a layer passes to `add_loss`, call by call, by the `id` of layers."""
+    metrics: dict[int, Kind] = field(default_factory=dict)
+    """The kinds of metrics that are no sum over samples, by the `id` of the metric."""
+    needs_samples: bool = False
+    """Whether a part is a sum, and its weight depends on the samples of the batch."""
+    needs_denominators: bool = False
+    """Whether a term divides by something that has to be counted over the batch first."""
+
+    def kind_of_term(self, position: int) -> Kind:
+        """Return the kind of a loss given to `compile`; a step may compute them repeatedly."""
+        return self.terms[position % len(self.terms)] if self.terms else Kind.KERAS
+
+    def kind_of_added(self, layer: int, position: int) -> Kind:
+        """Return the kind of what a layer passes to `add_loss`."""
+        kinds = self.added.get(layer)
+        return kinds[position % len(kinds)] if kinds else Kind.MEAN
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether a part of the loss is only known for the batch as a whole."""
+        return Kind.WHOLE in (*self.terms, self.compute_loss)
