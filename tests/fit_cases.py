@@ -332,8 +332,6 @@ TWO_OUTPUTS = {
         "metrics": {"sequence": ["mae"], "single": ["mae"]},
     },
 }
-# They update together, which plain training need not do.
-SEVERAL_OPTIMIZERS = ("train_step uses several optimizers",)
 CASES = {
     "dense": Case(dense, compile={"metrics": ["mae"], "weighted_metrics": ["mse"]}),
     "regularised": Case(regularised),
@@ -374,18 +372,14 @@ CASES = {
         # Keras 3 says so when it is asked to build the model, which plain training does not.
         warns=("looks like it has unbuilt state",) if IS_KERAS_3 else (),
     ),
-    "optimizer of a layer": Case(
-        OptimizerOfALayer, loss=None, optimizer=keras.optimizers.SGD, warns=SEVERAL_OPTIMIZERS
-    ),
+    "optimizer of a layer": Case(OptimizerOfALayer, loss=None, optimizer=keras.optimizers.SGD),
     "own state in the loss": Case(
         OwnStateInLoss,
         loss=mean_squared_error("mean_with_sample_weight" if IS_KERAS_3 else "sum"),
         fit={"sample_weight": WEIGHTS},
     ),
     "own compute_loss": Case(OwnComputeLoss),
-    "two optimizers": Case(
-        TwoOptimizers, loss=None, optimizer=keras.optimizers.SGD, warns=SEVERAL_OPTIMIZERS
-    ),
+    "two optimizers": Case(TwoOptimizers, loss=None, optimizer=keras.optimizers.SGD),
     "frozen and unused": Case(frozen_and_unused),
 }
 if not IS_KERAS_3:  # which has no such reduction

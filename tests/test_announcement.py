@@ -112,10 +112,3 @@ def test_positional_verbose(capsys):
     bigbatch.accumulate(model, microbatch_size=4)
     model.fit(X, Y, 20, 1, 0)
     assert capsys.readouterr().out == ""
-
-
-def test_several_optimizers_are_said_to_update_together():
-    from fit_cases import CASES
-
-    with pytest.warns(UserWarning, match=r"several optimizers \(sgd.*, adam.*\).*together"):
-        CASES["two optimizers"].accumulate("split")

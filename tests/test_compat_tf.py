@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from bigbatch.backends.tensorflow import compat
+from bigbatch.backends.tensorflow import applies, compat
 from bigbatch.backends.tensorflow.keras2_optimizers import (
     Keras2Optimizer,
     LegacyKeras2Optimizer,
@@ -192,3 +192,32 @@ def test_every_stateless_draw_passes_through_the_replacement_and_back():
     for one, two, three in zip(before, inside, after):
         assert (one == two).all()
         assert (one == three).all()
+
+
+def test_reads_of_variables_are_noted_in_and_outside_of_functions():
+    one, two, three = (tf.Variable([1.0]) for _ in range(3))
+    function = tf.function(lambda: two + 1.0)
+    function()
+    seen = []
+    with compat.noted_reads(seen.append):
+        _ = one + 1.0
+        function()
+        three.assign([2.0])
+        tf.gather(three, [0])
+    assert [id(variable) for variable in seen] == [id(one), id(two), id(three)]
+    _ = one + 1.0
+    assert len(seen) == 3
+
+
+def test_nothing_is_kept_of_what_is_discarded():
+    variable = tf.Variable(1.0)
+
+    @tf.function
+    def changes():
+        variable.assign_add(1.0)
+        with applies.discarding():
+            variable.assign_add(10.0)
+        variable.assign_add(100.0)
+
+    changes()
+    assert float(variable) == 102.0

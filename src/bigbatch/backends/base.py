@@ -6,8 +6,10 @@ import abc
 from contextlib import AbstractContextManager as Block
 from typing import Any, Callable, Iterable
 
+from bigbatch.backends.updates import SeveralUpdates
 
-class Backend(abc.ABC):
+
+class Backend(SeveralUpdates, abc.ABC):
     """A framework and the Keras on it; stateless, one for all models of the kind.
 
     "On each replica" is inside `strategy.run` on TensorFlow, and everywhere else where there
@@ -86,8 +88,11 @@ class Backend(abc.ABC):
         """Return a variable for a row of numbers, with a value for each replica."""
 
     @abc.abstractmethod
-    def rollback(self, model: Any, others: Iterable[Any]) -> Any:
-        """Return copies of the state of a model and of other variables: see `Rollback`."""
+    def rollback(self, model: Any, others: Iterable[Any], weights: Iterable[Any] = ()) -> Any:
+        """Return copies of the state of a model and of other variables: see `Rollback`.
+
+        `weights` are variables that updates change before the last one of the batch.
+        """
 
     @abc.abstractmethod
     def unchanged(self, variables: Iterable[Any]) -> Block[Callable[[], None]]:
@@ -96,8 +101,12 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def updating(
         self, model: Any, captured: list[Any], results: Any
-    ) -> Block[Callable[[list[Any]], None]]:
-        """Return a block for an update once `results` are there; it gives what applies it."""
+    ) -> Block[Callable[..., None]]:
+        """Return a block for updates once `results` are there; it gives what makes them.
+
+        That is called with the gradients of each update, and optionally a function which is
+        called with the number of each update that has been made.
+        """
 
     @abc.abstractmethod
     def out_of_memory(self, message: str) -> Exception:

@@ -252,6 +252,11 @@ class Keras3(KerasBackend):
     def optimizer_variables(self, optimizer: Any) -> list[Any]:
         return list(optimizer.variables)
 
+    def changed_by_apply(self, optimizer: Any) -> list[Any]:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        rate = inner._learning_rate  # a variable, unless it is a schedule
+        return [one for one in optimizer.variables if one is not rate]
+
     # Batch normalisation.
 
     def is_batch_norm(self, layer: Any) -> bool:

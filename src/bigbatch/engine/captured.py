@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
+from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of, optimizers_of
 from bigbatch.errors import ContextError, explain
 
 
+@dataclass
 class CapturedGradients:
-    """The gradients that one optimizer was given in one micro-batch."""
+    """The gradients that an optimizer was given in one micro-batch, at one call of `apply`."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.variables: list[Any] = []
-        self.gradients: list[Any] = []
-        self.is_weighted = False
-        """Whether the weight of the micro-batch is in the gradients already."""
+    optimizer: Any
+    number: int = 0
+    """How many calls of `apply` the `train_step` has made before."""
+    variables: list[Any] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+    is_weighted: bool = False
+    """Whether the weight of the micro-batch is in the gradients already."""
+    place: int | None = None
+    """Where the call stands in the graph that is being traced."""
 
 
 class _Capture:
@@ -27,30 +31,28 @@ class _Capture:
 
     def __init__(
         self,
-        captured: list[CapturedGradients],
+        backend: Any,
         weigh: Callable[[Any], Any],
-        keep: Callable[[CapturedGradients], None],
+        take: Callable[[CapturedGradients], bool | None],
     ) -> None:
-        self._captured = {id(one.optimizer): one for one in captured}
-        self._weigh, self._keep = weigh, keep
+        self._backend, self._weigh, self._take = backend, weigh, take
+        self._weighted: set[int] = set()
+        self._here = backend.trace_now()
+        self._is_done = False
+        self.count = 0
 
-    def apply(self, optimizer: Any, name: str, gradients: list[Any], variables: Any) -> None:
-        one = self._captured[id(optimizer)]
-        if one.variables:
-            raise ContextError(
-                explain(
-                    received=f"a train_step that applies gradients of the optimizer {name!r} "
-                    "twice",
-                    expected="one update per optimizer and batch",
-                    fix="add the losses up and apply their gradients once, or give the second "
-                    "update an optimizer of its own",
-                )
-            )
-        one.variables, one.gradients = variables, gradients
-        self._keep(one)
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+        if self._is_done:
+            return
+        if self._backend.trace_now() is not self._here:
+            raise _without_number(self._backend.name_of(optimizer))
+        is_weighted, place = id(optimizer) in self._weighted, self._backend.place_in_trace()
+        number, self.count = self.count, self.count + 1
+        one = CapturedGradients(optimizer, number, variables, gradients, is_weighted, place)
+        self._is_done = bool(self._take(one))
 
     def weigh(self, optimizer: Any, loss: Any) -> Any:
-        self._captured[id(optimizer)].is_weighted = True
+        self._weighted.add(id(optimizer))
         return self._weigh(loss)
 
 
@@ -70,31 +72,30 @@ class Capturing:
 
     @contextlib.contextmanager
     def gradients(
-        self, weigh: Callable[[Any], Any], keep: Callable[[CapturedGradients], None]
-    ) -> Iterator[list[CapturedGradients]]:
-        """Return a block in which `optimizer.apply` captures gradients and changes no weight.
+        self, weigh: Callable[[Any], Any], take: Callable[[CapturedGradients], bool | None]
+    ) -> Iterator[None]:
+        """Return a block in which `optimizer.apply` hands over gradients, and no more.
 
         Args:
             weigh: multiplies a loss by the weight of the micro-batch. It is applied where
                 Keras scales the loss, just before the backward pass; a `train_step` that does
                 not scale its loss gives gradients that have still to be weighted.
-            keep: called as soon as an optimizer has been given its gradients.
-
-        Returns:
-            The captured gradients, of those optimizers that were applied, when it is done.
+            take: called with the gradients, whenever an optimizer is given some, until it
+                returns that the others are of no use.
         """
         optimizers = optimizers_of(self._model)
-        captured = [CapturedGradients(optimizer) for optimizer in optimizers]
         before = getattr(self._local, "capture", None)
-        self._local.capture = _Capture(captured, weigh, keep)
+        capture = _Capture(backend_of(self._model), weigh, take)
+        self._local.capture = capture
         self._enter(optimizers)
         try:
-            yield captured
+            yield
         finally:
             self._local.capture = before
             self._leave()
-        captured[:] = [one for one in captured if one.variables]
-        self._check(optimizers, captured)
+        # Without trainable weights Keras warns, and there is nothing to update.
+        if not capture.count and self._model.trainable_weights:
+            raise self._no_gradients(optimizers)
 
     def _enter(self, optimizers: list[Any]) -> None:
         with self._lock:
@@ -103,12 +104,9 @@ class Capturing:
                 return
             backend = backend_of(self._model)
             for optimizer in optimizers:
-                name = backend.name_of(optimizer)
 
-                def apply(
-                    gradients: Any, variables: Any, one: Any = optimizer, n: Any = name
-                ) -> None:
-                    self._local.capture.apply(one, n, gradients, variables)
+                def apply(gradients: Any, variables: Any, one: Any = optimizer) -> None:
+                    self._local.capture.apply(one, gradients, variables)
 
                 def weigh(loss: Any, one: Any = optimizer) -> Any:
                     return self._local.capture.weigh(one, loss)
@@ -121,25 +119,27 @@ class Capturing:
             if not self._open:
                 self._replaced.close()
 
-    def _check(self, optimizers: list[Any], captured: list[CapturedGradients]) -> None:
+    def _no_gradients(self, optimizers: list[Any]) -> ContextError:
         name_of = backend_of(self._model).name_of
-        # Without trainable weights Keras warns, and there is nothing to update.
-        if not captured and self._model.trainable_weights:
-            names = ", ".join(repr(name_of(one)) for one in optimizers) or "none found"
-            raise ContextError(
-                explain(
-                    received="a train_step that hands no gradients to an optimizer of the "
-                    f"model ({names})",
-                    expected="one call of optimizer.apply_gradients or optimizer.apply per "
-                    "batch",
-                    fix="use optimizers that are attributes of the model or its layers",
-                )
+        names = ", ".join(repr(name_of(one)) for one in optimizers) or "none found"
+        return ContextError(
+            explain(
+                received="a train_step that hands no gradients to an optimizer of the "
+                f"model ({names})",
+                expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
+                fix="use optimizers that are attributes of the model or its layers",
             )
-        if len(captured) > 1:
-            names = ", ".join(name_of(one.optimizer) for one in captured)
-            warnings.warn(
-                f"bigbatch: train_step uses several optimizers ({names}). All of them "
-                "accumulate, and update together, each from gradients of the weights before "
-                "the batch.",
-                stacklevel=2,
-            )
+        )
+
+
+def _without_number(name: str) -> ContextError:
+    return ContextError(
+        explain(
+            received=f"a train_step that applies gradients of the optimizer {name!r} inside "
+            "tf.cond, tf.while_loop or another tf.function",
+            expected="calls of optimizer.apply that can be numbered: the same ones for every "
+            "batch",
+            fix="call optimizer.apply in train_step itself, in a Python loop if there are "
+            "several updates",
+        )
+    )

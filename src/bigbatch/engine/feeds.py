@@ -142,7 +142,9 @@ class Batches:
         """Say whether the batches of a window are held until all are there."""
         if self._held or not trainer.planning.is_done:
             return True
-        return trainer.phases.needs_counts or trainer.phases.full_batch_loss is not None
+        phases = trainer.phases
+        is_coupled = phases.full_batch_loss is not None
+        return phases.needs_counts or phases.runs_again or is_coupled
 
     def _run_waiting(self, trainer: Trainer, *, is_last: bool) -> None:
         """Make the updates for which enough batches wait in the iterator, or a short one."""
@@ -226,7 +228,7 @@ class Batches:
             self._types, self._lengths = iterator.element_spec, Lengths.DECLARED
             if trainer.planning.is_done:
                 self._prepare(trainer)
-                if not self._holds(trainer):
+                if phases.is_planned and not self._holds(trainer):
                     done = self._add_next(trainer, iterator, wanted)
                     self._logs = phases.logs_so_far()
                     return done
@@ -236,9 +238,10 @@ class Batches:
         trainer.planning.at(data, batches=self._length)
         if trainer.planning.is_done:
             self._prepare(trainer)
+            phases.learn(data, None)
         if self._holds(trainer):
             self._held.append(data)
-            self._logs = trainer.backend.results(trainer.model)
+            self._logs = {**(self._logs or {}), **trainer.backend.results(trainer.model)}
         else:
             if not self._filled:
                 phases.begin()
@@ -269,6 +272,7 @@ class Batches:
         if not trainer.planning.is_done:  # too few samples: the window ends here
             trainer.planning.conclude()
             self._prepare(trainer)
+            phases.learn(held[0], None)
         if phases.full_batch_loss is not None:
             self._held, parts = [], len(held)  # or inputs would be in memory twice
             joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)
@@ -279,13 +283,25 @@ class Batches:
             )
         else:
             if held:
-                phases.begin()
-                if phases.needs_counts:
-                    for data in held:
-                        phases.count(data, None)
-                    phases.use_counts()
-                for data in held:
-                    phases.add(data, None, self._weight(trainer))
+                self._add_held(trainer)
             logs = phases.finish(is_whole=False)
+            for number in range(1, len(phases.passes)):
+                phases.begin_again(number)
+                for data in held:
+                    phases.add(data, None, self._weight(trainer), number)
+                logs = phases.finish(is_whole=False, number=number)
+            if phases.settles:
+                phases.settle(held[0], None)
         self._end_window()
         return logs
+
+    def _add_held(self, trainer: Trainer) -> None:
+        """Run the batches that are held, in the first pass."""
+        phases = trainer.phases
+        phases.begin()
+        if phases.needs_counts:
+            for data in self._held:
+                phases.count(data, None)
+            phases.use_counts()
+        for data in self._held:
+            phases.add(data, None, self._weight(trainer))

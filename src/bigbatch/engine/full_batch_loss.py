@@ -151,7 +151,8 @@ class FullBatchLoss:
             stack.enter_context(self._one_replica(share))
             stack.enter_context(backend.metrics_on_replicas(model))
             stack.enter_context(backend.without_losses(model))
-            captured = stack.enter_context(self._capturing.gradients(scale, lambda _: None))
+            captured: list[CapturedGradients] = []
+            stack.enter_context(self._capturing.gradients(scale, captured.append))
             logs = model.train_step(backend.packed(x, y, sample_weight))
         (in_loss,), (loss,) = captured, of
         self._microbatch.captured = [CapturedGradients(in_loss.optimizer)]

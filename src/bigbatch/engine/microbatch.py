@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, Callable
 
 from bigbatch.backends.keras import backend_of, metrics_of, optimizers_of
+from bigbatch.core.passes import ALL_UPDATES, Order, Pass
 from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_logs import BatchLogs
 from bigbatch.engine.batch_norm import BatchNorm
@@ -21,8 +22,14 @@ from bigbatch.engine.loss_terms import (
     TermRecorder,
 )
 from bigbatch.engine.statistics import statistics_of
-from bigbatch.engine.totals import BatchContext, StatisticTotals, Totals
+from bigbatch.engine.totals import BatchContext, LogTotals, StatisticTotals, Totals
+from bigbatch.errors import ContextError, explain
 
+_SEVERAL_UPDATES = explain(
+    received="a train_step that applies gradients several times",
+    expected="on this backend, one update per batch",
+    fix="set KERAS_BACKEND=tensorflow, or add the losses up and apply their gradients once",
+)
 _ALMOST_NOTHING = 1e-20
 """Nothing beside any number that counts, in float32 too, but not zero."""
 
@@ -36,31 +43,52 @@ class MicroBatch:
     Args:
         model: a Keras model.
         batch_norm: what batch normalisation does; see `BatchNorm`.
+        part: which updates of `train_step` have been made, and which give gradients.
+        made: the results of updates, by number; those that `part` needs are there when it runs.
+        plan: what has to be known of the batch, as far as others have found out.
     """
 
-    def __init__(self, model: Any, batch_norm: str) -> None:
-        self._model = model
-        self._backend = backend_of(model)
-        self._replicas = self._backend.replicas(model)
+    def __init__(
+        self,
+        model: Any,
+        batch_norm: str,
+        part: Pass = ALL_UPDATES,
+        made: dict[int, Any] | None = None,
+        plan: LossPlan | None = None,
+    ) -> None:
+        self.model = model
+        """The Keras model."""
+        self.part = part
+        """Which updates of `train_step` have been made, and which give gradients."""
+        self.made: dict[int, Any] = {} if made is None else made
+        """The results of updates, by number."""
+        self.backend = backend_of(model)
+        """The backend of the model."""
+        self._replicas = self.backend.replicas(model)
         self._capturing = Capturing(model)
         self.norm = BatchNorm(model, batch_norm)
         self.logs = BatchLogs(model)
         self.statistics = statistics_of(model)
         self.lengths = Lengths.SAME
-        self.plan = LossPlan()
+        self.plan = plan or LossPlan()
         """What the parts of the loss do; complete when a micro-batch has been traced."""
         self.captured: list[CapturedGradients] = []
-        """What each optimizer was given; their variables are known after a trace."""
+        """What each update was given; their variables are known after a trace."""
+        self.order: Order | None = None
+        """What depends on earlier updates; known when all updates have been traced."""
         self.sums: dict[int, Any] = {}
-        """Where gradients are added up, by the `id` of their optimizer."""
+        """Where gradients are added up, by the number of the update."""
 
     def prepare(self) -> None:
         """Make places to add up gradients in, before anything is traced."""
-        if self._model.run_eagerly:  # Python adds them up
+        if self.model.run_eagerly:  # Python adds them up
             return
-        for optimizer in optimizers_of(self._model):
-            if id(optimizer) not in self.sums:
-                self.sums[id(optimizer)] = self._backend.gradient_sums(self._model)
+        first, stop = self.part.first, self.part.stop
+        if stop is None:  # as many as there are optimizers, as a rule
+            stop = len(optimizers_of(self.model))
+        for number in range(first, stop):
+            if number not in self.sums:
+                self.sums[number] = self.backend.gradient_sums(self.model)
 
     def makes_room(self) -> bool:
         """Make places for variables that tracing has made; say whether there are any."""
@@ -74,17 +102,22 @@ class MicroBatch:
     @property
     def buffer_bytes(self) -> int:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
-        if self._model.run_eagerly:
-            return sum(self._backend.data.bytes_of(one.variables) for one in self.captured)
+        if self.model.run_eagerly:
+            return sum(self.backend.data.bytes_of(one.variables) for one in self.captured)
         return sum(one.bytes for sums in self.sums.values() for one in sums.used)
 
     def kept(self) -> list[Any]:
         """Return the variables that every micro-batch changes: metrics, sums of gradients."""
-        metrics = [v for one in metrics_of(self._model) for v in one.variables]
-        variables = [self._backend.native(variable) for variable in metrics]
-        variables += [one.variable for sums in self.sums.values() for one in sums.all]
-        local = functools.partial(self._backend.local_results, self._model)
-        return [part for variable in variables for part in local(variable)]
+        metrics = [v for one in metrics_of(self.model) for v in one.variables]
+        variables = [self.backend.native(variable) for variable in metrics]
+        local = functools.partial(self.backend.local_results, self.model)
+        parts = [part for variable in variables for part in local(variable)]
+        return [*parts, *self._places()]
+
+    def _places(self) -> list[Any]:
+        """Return the variables in which gradients are added up, on each replica."""
+        sums = [one.variable for sums in self.sums.values() for one in sums.all]
+        return [part for one in sums for part in self.backend.local_results(self.model, one)]
 
     def run(self, vector: Any, data: Any) -> Totals:
         """Run `train_step` on a micro-batch.
@@ -93,7 +126,7 @@ class MicroBatch:
             vector: a `BatchContext`, as numbers.
             data: the micro-batch.
         """
-        ops, backend, model = self._backend.ops, self._backend, self._model
+        ops, backend, model = self.backend.ops, self.backend, self.model
         context = BatchContext.of(vector)
         samples = ops.weight(backend.data.sample_count(data))
         recorder = TermRecorder(
@@ -108,56 +141,55 @@ class MicroBatch:
         def weight() -> Any:  # known when the loss is
             return self._loss_weight(recorder, samples) / context.nominal_samples
 
-        squared_norms: dict[int, Any] = {}
-
-        def keep(captured: CapturedGradients) -> None:
-            weighted = self.keep(captured, weight())
-            if self.statistics is not None and self.statistics.with_noise:
-                # Divided by what they were weighted by, but for one factor of the samples.
-                by = samples / context.nominal_samples
-                norm = ops.divided(ops.squared_norm(weighted), by)
-                squared_norms[id(captured.optimizer)] = norm
-
-        capturing = self._capturing.gradients(lambda loss: ops.times(loss, weight()), keep)
-        with contextlib.ExitStack() as stack:
+        seen = _Updates(self, weight, samples / context.nominal_samples)
+        with seen.leaving, contextlib.ExitStack() as stack:
+            for number in range(self.part.first):
+                self.made[number].undo()
             moments = stack.enter_context(self.norm.watching())
             stack.enter_context(recorder.watching(model))
             metrics = stack.enter_context(self.logs.metrics.watching(self.plan))
             stack.enter_context(backend.losses_of_one_replica(model, self._replicas))
             stack.enter_context(backend.metrics_on_replicas(model))
-            captured = stack.enter_context(capturing)
+            scaled = lambda loss: ops.times(loss, weight())  # noqa: E731
+            stack.enter_context(self._capturing.gradients(scaled, seen.take))
             logs = backend.train_step_of(model)(data)
-        self.captured = captured
-        statistics = None
-        if self.statistics is not None:
-            norms = [squared_norms.get(id(one.optimizer)) for one in captured]
-            statistics = StatisticTotals(ops.ones(), norms)
+        self.captured = captured = seen.captured
         loss_weight = self._loss_weight(recorder, samples)
-        gradients = [one.gradients for one in captured]
-        for one in captured:  # which stay here, and must not keep them in memory
-            one.gradients = []
-        return Totals(
-            gradients=gradients,
+        totals = Totals(
+            gradients=[one.gradients for one in captured],
             samples=samples,
             loss_weight=loss_weight,
-            logs=self.logs.of_microbatch(recorder, logs, samples, loss_weight, metrics),
-            moments=moments,
-            statistics=statistics,
+            logs=LogTotals({}, [], []),
+            moments=[],
+            statistics=self.statistics and StatisticTotals(ops.ones(), seen.squared_norms),
         )
+        if self.part.gives_logs:
+            of_logs = self.logs.of_microbatch(recorder, logs, samples, loss_weight, metrics)
+            totals = totals._replace(logs=of_logs, moments=moments)
+        if self.part is ALL_UPDATES:
+            values = logs, [one.value for one in recorder.numbers], moments, metrics
+            given = list(zip(captured, seen.gradients))
+            order = backend.order_of_updates(model, given, values, self._places(), vector)
+            self.order = order or self.order
+            if self.order is None and len(captured) > 1:
+                raise ContextError(_SEVERAL_UPDATES)
+        for one in captured:  # which stay here, and must not keep them in memory
+            one.gradients = []
+        return totals
 
     def keep(self, captured: CapturedGradients, weight: Any = None) -> list[Any]:
         """Weight gradients, and add those up that can be; return all of them, weighted."""
-        ops, variables = self._backend.ops, captured.variables
+        ops, variables = self.backend.ops, captured.variables
         weight = None if captured.is_weighted else weight
-        gradients = self._backend.shaped(captured.gradients, variables)
+        gradients = self.backend.shaped(captured.gradients, variables)
         weighted = [ops.as_gradient_of(v, g, weight) for v, g in zip(variables, gradients)]
-        sums = self.sums.get(id(captured.optimizer))
+        sums = self.sums.get(captured.number)
         captured.gradients = weighted if sums is None else sums.add(variables, weighted)
         return weighted
 
     def summed(self, captured: CapturedGradients, gradients: list[Any]) -> list[Any]:
         """Return the gradients of a batch, given the sum of those that have no place."""
-        sums, ops = self.sums.get(id(captured.optimizer)), self._backend.ops
+        sums, ops = self.sums.get(captured.number), self.backend.ops
         return [
             ops.added(sums and sums.value(variable), gradient)
             for variable, gradient in zip(captured.variables, gradients)
@@ -181,7 +213,7 @@ class MicroBatch:
         Then it need not be known before. The loss must be that term and regularisers alone,
         and loss scaling, which needs gradients of the size they have in the full batch, off.
         """
-        model, backend = self._model, self._backend
+        model, backend = self.model, self.backend
         return (
             self._replicas > 1
             and not model.run_eagerly
@@ -197,7 +229,7 @@ class MicroBatch:
         if recorder.loss_weight is None:
             return samples
         # If all is masked, the gradients of regularisers are left, and are not lost.
-        return self._backend.ops.weight(recorder.loss_weight) + _ALMOST_NOTHING * samples
+        return self.backend.ops.weight(recorder.loss_weight) + _ALMOST_NOTHING * samples
 
     def _correction(
         self, context: BatchContext, samples: Any, position: int, denominator: Any
@@ -205,7 +237,7 @@ class MicroBatch:
         """Return what a term is multiplied by, given its denominator in a micro-batch."""
         if denominator is OWN:
             return None
-        replicas = self._backend.divides_by_replicas(self._replicas)
+        replicas = self.backend.divides_by_replicas(self._replicas)
         if denominator is SAMPLES:
             return None if replicas == 1 else replicas
         self.plan.needs_samples = True
@@ -214,9 +246,9 @@ class MicroBatch:
         if denominator is ONE_PER_REPLICA:
             return context.samples / samples * replicas
         self.plan.needs_denominators = True
-        divided = self._backend.ops.divided
+        divided = self.backend.ops.divided
         # A custom step may compute its loss more than once.
-        of_batch = context.denominators[position % self._backend.number_of_terms(self._model)]
+        of_batch = context.denominators[position % self.backend.number_of_terms(self.model)]
         return divided(denominator * context.samples, of_batch * samples) * replicas
 
     def count(self, vector: Any, data: Any) -> list[Any]:
@@ -225,7 +257,7 @@ class MicroBatch:
         Of the forward pass only masks and shapes are computed.
         """
         del vector
-        backend, model = self._backend, self._model
+        backend, model = self.backend, self.model
         x, y, sample_weight = backend.unpacked(data)
         recorder = TermRecorder(backend, self.plan, lambda *_: 1, self.lengths)
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.
@@ -238,6 +270,45 @@ class MicroBatch:
             backend.compute_compiled_loss(model, y, y_pred, sample_weight)
         samples = backend.ops.weight(backend.data.sample_count(data))
         return [samples, *(samples if isinstance(d, str) else d for d in recorder.denominators)]
+
+
+class _Updates:
+    """The updates that `train_step` asks for, of which a pass captures some.
+
+    Args:
+        microbatch: the micro-batch that runs.
+        weight: returns what gradients are multiplied by, unless the loss has been.
+        share: what gradients would be multiplied by if the loss were a mean over samples.
+    """
+
+    def __init__(self, microbatch: MicroBatch, weight: Callable[[], Any], share: Any) -> None:
+        self._microbatch, self._weight, self._share = microbatch, weight, share
+        self.captured: list[CapturedGradients] = []
+        self.gradients: list[list[Any]] = []
+        """Those that were captured, as `train_step` has given them."""
+        self.squared_norms: list[Any] = []
+        self.leaving = contextlib.ExitStack()
+        """To be closed when `train_step` returns."""
+
+    def take(self, one: CapturedGradients) -> bool:
+        """Capture the gradients of an update, or make it again; say whether this was all."""
+        microbatch = self._microbatch
+        part, backend = microbatch.part, microbatch.backend
+        if part.captures(one.number):
+            self.captured.append(one)
+            self.gradients.append(one.gradients)
+            weighted = microbatch.keep(one, self._weight())
+            if microbatch.statistics is not None and microbatch.statistics.with_noise:
+                # Divided by what they were weighted by, but for one factor of the samples.
+                norm = backend.ops.divided(backend.ops.squared_norm(weighted), self._share)
+                self.squared_norms.append(norm)
+        elif one.number < part.first:
+            microbatch.made[one.number].assign()
+        is_done = part.is_done_after(one.number)
+        if is_done:
+            changed = microbatch.made.values()
+            self.leaving.enter_context(backend.discarding(microbatch.model, changed))
+        return is_done
 
 
 def _places(sums: dict[int, Any]) -> int:

@@ -8,19 +8,21 @@ through all of them in one graph, `train_batch`.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Callable
 
 from bigbatch.backends.keras import backend_of
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
 from bigbatch.engine.loss_terms import Lengths
 from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.passes import Passes, PassRun
 from bigbatch.engine.totals import ReplicaTotals
-from bigbatch.engine.update import Update
 
 _GRAPHS = (
     "train_batch",
     "train_next",
     "begin",
+    "begin_again",
     "count",
     "use_counts",
     "add",
@@ -28,6 +30,7 @@ _GRAPHS = (
     "train_window",
     "logs_so_far",
     "finish",
+    "settle",
 )
 
 
@@ -38,37 +41,77 @@ class Phases:
         model: a compiled Keras model.
         batch_norm: as for `accumulate`.
         coupled: whether the loss is that of the whole batch, by two passes.
+        say: called with what users may want to know.
     """
 
-    def __init__(self, model: Any, *, batch_norm: str, coupled: bool) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        batch_norm: str,
+        coupled: bool,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._model = model
         self._backend = backend = backend_of(model)
         self._ops = backend.ops
         self._replicas = backend.replicas(model)
-        self.microbatch = MicroBatch(model, batch_norm)
-        self._update = Update(model, self.microbatch)
+        self._passes = Passes(model, batch_norm, say)
         self.full_batch_loss: FullBatchLoss | None = None
         """What computes the loss of the whole batch, if it is `coupled`."""
         if coupled:
             check_two_passes(model, batch_norm)
             self.use_full_batch_loss()
-        kept, before = self.microbatch.kept, lambda variable: self.rollback.before(variable)
-        self._runs = backend.accumulation(model, self.microbatch.run, kept, before)
-        self._counts = backend.accumulation(model, self.microbatch.count, kept, before)
+        first = self._passes.all_updates.microbatch
+        before = self._passes.before
+        self._counts = backend.accumulation(model, first.count, first.kept, before)
         self._context = backend.replica_vector(model)
         self._is_known = False
         self._is_ready = False
         self._last: Any = None
         self._known_size: int | None = None
         self._known: list[list[Any]] = []
-        self.rollback: Any = None
-        """The copies of what a batch changes; there when this is prepared."""
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""
 
     def use_full_batch_loss(self) -> None:
         """Compute the loss on whole batches, by two passes; called before the first of them."""
         self.full_batch_loss = FullBatchLoss(self._model, self.microbatch)
+
+    @property
+    def microbatch(self) -> MicroBatch:
+        """What runs micro-batches in the last pass, which gives the logs."""
+        return self.passes[-1].microbatch
+
+    @property
+    def passes(self) -> list[PassRun]:
+        """What runs all micro-batches of a batch, one after the other; known when prepared."""
+        return self._passes.each
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether micro-batches run more than once; known when prepared."""
+        return self._passes.runs_again
+
+    @property
+    def settles(self) -> bool:
+        """Whether `settle` comes after the last update; known when prepared."""
+        return self._passes.settling is not None
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is known, when prepared, which passes a batch takes."""
+        return self.full_batch_loss is not None or self._passes.is_known
+
+    @property
+    def rollback(self) -> Any:
+        """The copies of what a batch changes; there when this is prepared."""
+        return self._passes.rollback
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes in which gradients are added up, once a micro-batch has been traced."""
+        return max(one.microbatch.buffer_bytes for one in self.passes)
 
     def prepare(self, data: Any, lengths: Lengths, size: int | None) -> bool:
         """Get ready for data, or types of data: trace a micro-batch, once for each structure.
@@ -91,15 +134,13 @@ class Phases:
         self._known.append(types)
         is_first = self.rollback is None
         is_built = backend.build(model, data)
-        self.microbatch.lengths, self._known_size = lengths, size
-        self.microbatch.prepare()
+        first, self._known_size = self._passes.all_updates.microbatch, size
+        first.lengths = lengths
+        first.prepare()
         before = self._shape_of_graphs()
         if self.full_batch_loss is None:
             types = self._ops.map_structure(backend.data.type_of, data)
-            self._runs.prepare(types, size)
-            if not is_built and is_first and self.microbatch.makes_room():
-                self._runs.forget()  # only now there are variables to make room for
-                self._runs.prepare(types, size)
+            self._passes.prepare(types, size, may_grow=not is_built and is_first)
             self.needs_counts |= self._must_count(data, is_whole=lengths is Lengths.SAME)
             if self.needs_counts:
                 self._counts.prepare(types, size)
@@ -112,14 +153,19 @@ class Phases:
 
     def _shape_of_graphs(self) -> tuple[Any, ...]:
         """Return what the graphs of the phases depend on, beside the data."""
-        return self.needs_counts, len(self._runs.once), self.microbatch.buffer_bytes
+        return self.needs_counts, self._passes.shape_of_graphs, self.buffer_bytes
 
     def _compile(self) -> None:
         """Make graphs of the phases, for what is known of a micro-batch now."""
-        self.rollback = self._backend.rollback(self._model, self._runs.once.values())
+        self._passes.make_rollback()
         for name in _GRAPHS:
             method = getattr(type(self), name).__get__(self)
             setattr(self, name, self._backend.compiled(self._model, method))
+
+    def learn(self, data: Any, size: Any) -> None:
+        """Find out, if a model runs eagerly, which passes a batch takes."""
+        if not self.is_planned:
+            self._passes.learn(data, size)
 
     def _must_count(self, data: Any, *, is_whole: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""
@@ -148,6 +194,7 @@ class Phases:
         """Make one update from a batch that is all there; return the logs."""
         backend, model, full = self._backend, self._model, self.full_batch_loss
         data = backend.data.without_optionals(data)
+        self.learn(data, size)
         if full is not None:
             with self.rollback.taken():
                 totals = backend.reduce(model, self._run_full_batch, data, size)
@@ -159,7 +206,14 @@ class Phases:
                 Phases.count(self, data, size)
                 Phases.use_counts(self)
             Phases.add(self, data, size, self._ops.ones())
-        return Phases.finish(self, is_whole=True)
+        logs = Phases.finish(self, is_whole=True)
+        for number in range(1, len(self.passes)):
+            Phases.begin_again(self, number)
+            Phases.add(self, data, size, self._ops.ones(), number)
+            logs = Phases.finish(self, is_whole=True, number=number)
+        if self.settles:
+            Phases.settle(self, data, size)
+        return logs
 
     def _run_full_batch(self, data: Any, size: Any) -> Any:
         assert self.full_batch_loss is not None
@@ -171,9 +225,18 @@ class Phases:
         with self.rollback.taken():
             self._backend.on_replicas(self._model, self._open)
 
+    def begin_again(self, number: int) -> None:
+        """Begin another pass over the micro-batches of the batch."""
+        self.rollback.begin_again()
+        open_pass = functools.partial(self._open_pass, number)
+        self._backend.on_replicas(self._model, open_pass)
+
+    def _open_pass(self, number: int) -> None:
+        self.passes[number].microbatch.open()
+        self.passes[number].runs.clear()
+
     def _open(self) -> None:
-        self.microbatch.open()
-        self._runs.clear()
+        self._open_pass(0)
         if self.needs_counts:
             self._counts.clear()
         self._context.assign(self._ops.stack([0, 0]))
@@ -213,10 +276,10 @@ class Phases:
         done = Phases.add_next(self, iterator, count, length)
         return done, Phases.finish(self, is_whole=False)
 
-    def add(self, data: Any, size: Any, length: Any) -> Any:
+    def add(self, data: Any, size: Any, length: Any, number: int = 0) -> Any:
         """Run micro-batches of `size` samples, or one of all of them, and add them up.
 
-        `length` is about how many such calls a batch has.
+        `length` is about how many such calls a batch has, `number` that of the pass.
         """
         ops = self._ops
 
@@ -230,7 +293,7 @@ class Phases:
                 nominal = ops.where(is_new, self._nominal(samples), context[0])
                 context = ops.stack([nominal, samples])
                 self._context.assign(context)
-            self._runs.add(context, data, size)
+            self.passes[number].runs.add(context, data, size)
 
         self._backend.on_replicas(self._model, local, data, size, length)
         return self._ops.ones()  # there when this is done
@@ -240,7 +303,7 @@ class Phases:
         ops = self._ops
 
         def logs() -> tuple[Any, Any]:
-            totals = self._runs.value()
+            totals = self.passes[-1].runs.value()
             return self.microbatch.logs.so_far(totals.logs, totals.samples), totals.samples
 
         replicas = self._backend.on_replicas(self._model, logs)
@@ -248,16 +311,16 @@ class Phases:
         values, samples = ops.map_structure(lambda *parts: sum(parts), *results)
         return {name: ops.divided(value, samples) for name, value in values.items()}
 
-    def finish(self, *, is_whole: bool) -> dict[str, Any]:
-        """Make the update; return the logs.
+    def finish(self, *, is_whole: bool, number: int = 0) -> dict[str, Any]:
+        """Make the updates of a pass; return the logs, if it is the last.
 
         `is_whole` says whether the batch was all there when its micro-batches ran.
         """
-        backend, model = self._backend, self._model
+        backend, model, this = self._backend, self._model, self.passes[number]
 
         def local() -> ReplicaTotals:
-            return self._update.local(
-                self._runs.value(),
+            return this.update.local(
+                this.runs.value(),
                 self._context.read_value()[0],
                 # Of one batch in one graph the samples are known before micro-batches run.
                 is_nominal=is_whole and self._replicas == 1,
@@ -265,12 +328,27 @@ class Phases:
             )
 
         totals = backend.reduce(model, local)
-        with self.rollback.final(self._ops.flatten(totals)):
-            logs = self._update.apply(totals)
-        self.release()
+        is_last = this is self.passes[-1]
+        final = self.rollback.final(self._ops.flatten(totals)) if is_last else nullcontext()
+        with final:
+            logs = this.update.apply(totals)
+        self.release(number)
         return logs
 
-    def release(self) -> None:
+    def settle(self, data: Any, size: Any) -> None:
+        """Make assignments that are the same for all samples, after the updates before them.
+
+        Any micro-batch will do: here it is the first.
+        """
+        assert self._passes.settling is not None
+        runs = self._passes.settling.runs
+
+        def local(data: Any, size: Any) -> None:
+            runs.change_once(self._context.read_value(), data, size)
+
+        self._backend.on_replicas(self._model, local, data, size)
+
+    def release(self, number: int = 0) -> None:
         """Give back the memory of the sums."""
-        self._backend.on_replicas(self._model, self._runs.release)
-        self._backend.on_replicas(self._model, self.microbatch.close)
+        self._backend.on_replicas(self._model, self.passes[number].runs.release)
+        self._backend.on_replicas(self._model, self.passes[number].microbatch.close)

@@ -36,7 +36,7 @@ class Trainer:
         self.model = model
         self.backend = backend_of(model)
         self.feed = feed
-        self.phases = Phases(model, batch_norm=batch_norm, coupled=coupled is True)
+        self.phases = Phases(model, batch_norm=batch_norm, coupled=coupled is True, say=say)
         self._workers = workers
         self.planning = Planning(
             model,
@@ -120,7 +120,7 @@ class Trainer:
     @property
     def buffer_bytes(self) -> int:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
-        return self.phases.microbatch.buffer_bytes
+        return self.phases.buffer_bytes
 
     @property
     def sample(self) -> Any:

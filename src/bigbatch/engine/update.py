@@ -36,15 +36,14 @@ class Update:
         """
         microbatch = self._microbatch
         gradients = list(map(microbatch.summed, microbatch.captured, totals.gradients))
-        logs, metrics = microbatch.logs.close(totals.logs, totals.samples, is_known=is_known)
+        logs, metrics = totals.logs, []
+        if microbatch.part.gives_logs:
+            logs, metrics = microbatch.logs.close(logs, totals.samples, is_known=is_known)
         statistics = totals.statistics
         if self._replicas > 1:
             gradients = self._scaled(gradients, nominal)
             if statistics is not None:
-                norms = [
-                    norm if norm is None else norm * nominal
-                    for norm in statistics.squared_norms
-                ]
+                norms = [norm * nominal for norm in statistics.squared_norms]
                 statistics = statistics._replace(squared_norms=norms)
         totals = totals._replace(gradients=gradients, logs=logs, statistics=statistics)
         is_done = is_nominal or self._replicas > 1
@@ -59,18 +58,25 @@ class Update:
                 # The sum over replicas of samples, or of what their only term divides by.
                 scale = 1 / totals.loss_weight
                 gradients = self._scaled(gradients, scale)
-            elif replicas.nominal_samples is not None:
+            elif replicas.nominal_samples is not None and microbatch.captured:
                 scale = replicas.nominal_samples / totals.loss_weight
                 variables = [one.variables for one in microbatch.captured]
                 gradients = ops.scaled_unless_one(gradients, variables, scale)
             means = self._scaled(gradients, None)
-            if microbatch.statistics is not None:
+            if microbatch.statistics is not None and microbatch.part.gives_logs:
                 self._note(totals, means, scale)
-            apply(means)
+            apply(means, self._keep_result)
+            if not microbatch.part.gives_logs:
+                return {}
             microbatch.norm.update(totals.moments)
         return microbatch.logs.update(
             totals.logs, replicas.metrics, totals.samples, totals.loss_weight
         )
+
+    def _keep_result(self, number: int) -> None:
+        """Keep what an update has given weights, if micro-batches run again after it."""
+        if number in self._microbatch.made:
+            self._microbatch.made[number].keep()
 
     def _note(self, totals: Totals, means: list[list[Any]], scale: Any) -> None:
         """Note an update from `means`, whose sums were multiplied by `scale`."""

@@ -49,12 +49,19 @@ class Workers:
         if phases.needs_counts:
             self._attempt(phases.count, data, size)
             phases.use_counts()
-        self._attempt(phases.add, data, size, self._backend.ops.ones())
-        try:
-            return phases.finish(is_whole=True)
-        except self._backend.OUT_OF_MEMORY as error:
-            # The others are past this, or wait for it: there is no way back.
-            raise ContextError(phases.rollback.half_updated or _ALONE) from error
+        logs: dict[str, Any] = {}
+        for number in range(len(phases.passes)):
+            if number:
+                self._attempt(phases.begin_again, number)
+            self._attempt(phases.add, data, size, self._backend.ops.ones(), number)
+            try:
+                logs = phases.finish(is_whole=True, number=number)
+            except self._backend.OUT_OF_MEMORY as error:
+                # The others are past this, or wait for it: there is no way back.
+                raise ContextError(phases.rollback.half_updated or _ALONE) from error
+        if phases.settles:
+            phases.settle(data, size)
+        return logs
 
     def _attempt(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function that does not communicate; raise if it fails on any worker."""

@@ -7,6 +7,7 @@ one call (slices of a batch) or in several (batches of the data set).
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -19,7 +20,11 @@ from bigbatch.backends.tensorflow.sparse_rows import SparseRows
 from bigbatch.backends.tensorflow.sums import PythonSums, StoredSums
 from bigbatch.backends.tensorflow.tracing import EagerTrace, Told, TracedMicrobatch, traced
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE
-from bigbatch.backends.tensorflow.variables import local_variable, this_replica
+from bigbatch.backends.tensorflow.variables import (
+    local_variable,
+    on_this_replica,
+    this_replica,
+)
 
 _CONTEXT = tf.TensorSpec([None], WEIGHT_DTYPE)
 
@@ -65,6 +70,8 @@ class Accumulation:
         self._empty: dict[int, Batch] = {}
         self.once: dict[int, Any] = {}
         """The variables that change once per batch: the same for any samples. By `id`."""
+        self.changed: dict[int, Any] = {}
+        """Those, and others that every micro-batch changes, but for `kept`."""
         with strategy.scope():
             self._samples = local_variable(tf.zeros([], tf.int64))
             self._microbatches = local_variable(tf.zeros([], tf.int64))
@@ -156,6 +163,21 @@ class Accumulation:
         self._samples.assign_add(tf.cast(count, tf.int64))
         self._microbatches.assign_add(tf.cast((count - 1) // each + 1, tf.int64))
 
+    def change_once(self, context: Any, data: Any, size: Any = None) -> None:
+        """Run one micro-batch, of which nothing is left but what changes once per batch."""
+        batch = self._batch(data)
+        micro = self._traced(batch, self._known_size)
+        count = tf.convert_to_tensor(batch.count)
+        rows = count if size is None else tf.minimum(tf.cast(size, count.dtype), count)
+        once = {id(variable) for variable in micro.once}
+        others = [one for one in (*micro.changed, *micro.kept) if id(one) not in once]
+        values = [(one, one.read_value()) for one in others]
+        for variable in micro.once:
+            variable.assign(self._before(variable))
+        micro.results(tf.zeros([], tf.int64), batch.rows(0, rows), [context])
+        for variable, value in values:
+            variable.assign(value)
+
     def value(self) -> Any:
         """Return the sum so far, in the structure that `compute` returns."""
         if self._python is not None:
@@ -187,15 +209,13 @@ class Accumulation:
                 return micro
         kept = self._kept()
         micro = traced(self._rows, batch, known, self._jit_compile, kept, [_CONTEXT])
-        micro.once = [self._on_this_replica(variable) for variable in micro.once]
+        here = functools.partial(on_this_replica, self._strategy)
+        micro.once, micro.changed = list(map(here, micro.once)), list(map(here, micro.changed))
+        micro.kept = list(map(here, micro.kept))
         traces.append((micro, types))
         self.once.update((id(variable), variable) for variable in micro.once)
+        self.changed.update((id(variable), variable) for variable in micro.changed)
         return micro
-
-    def _on_this_replica(self, variable: Any) -> Any:
-        """Return the part of a variable that is on this replica."""
-        parts = self._strategy.experimental_local_results(variable)
-        return parts[this_replica() % len(parts)]
 
     def _add_eagerly(self, context: Any, batch: Batch, size: int | None) -> None:
         assert self._python is not None

@@ -153,3 +153,34 @@ def replaced_draws(draw: Callable[..., Any]) -> Iterator[None]:
             if not _draws_replaced:
                 for name, (module, operation) in _DRAWS.items():
                     setattr(module, name, operation)
+
+
+_reads_lock = threading.Lock()
+_reads_noted = 0
+_variable_accessed = resource_variable_ops.variable_accessed
+
+
+@contextlib.contextmanager
+def noted_reads(note: Callable[[Any], None]) -> Iterator[None]:
+    """Return a block in which `note(variable)` is called whenever a variable is read eagerly.
+
+    It is called in all threads, and blocks of several threads may overlap.
+    """
+    global _reads_noted
+
+    def accessed(variable: Any) -> None:
+        note(variable)
+        _variable_accessed(variable)
+
+    with _reads_lock:
+        _reads_noted += 1
+        resource_variable_ops.variable_accessed = accessed
+    try:
+        # A function that is called tells what it reads only if a tape might record it.
+        with tf.GradientTape(watch_accessed_variables=False):
+            yield
+    finally:
+        with _reads_lock:
+            _reads_noted -= 1
+            if not _reads_noted:
+                resource_variable_ops.variable_accessed = _variable_accessed

@@ -19,8 +19,11 @@ DRAWS_ANEW = ("Random", "TruncatedNormal", "ParameterizedTruncatedNormal", "Mult
 
 _BRANCHES = ("If", "StatelessIf")
 _DATA = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue", "PyFunc", "EagerPyFunc"}
-_READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
-_ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+"""Operations that read a variable and leave it as it is."""
+
+ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+"""Operations that change a variable by a value, their second argument."""
 
 
 class Dependence:
@@ -132,24 +135,33 @@ class Dependence:
     def written(self, handle: Any) -> Iterator[bool]:
         """Yield, for each operation that changes a variable, whether it depends on samples."""
         for op in handle.consumers():
-            if op.type in _ASSIGNMENTS:
-                yield self.of(op.inputs[1])
-            elif op.type in _CALLS:
-                called = self._call(op)
-                if called is None or called.draws():
-                    yield True  # numbers that would be the same again
-                    continue
-                yield from called.written_as(handle, op.inputs)
-            elif op.type in _BRANCHES:
-                yield self.of(op.inputs[0])  # whether it is taken
-                for name in ("then_branch", "else_branch"):
-                    graph = function_graph(self.graph, op, name)
-                    branch = graph and Dependence(graph, self, op.inputs[1:])
-                    yield from branch.written_as(handle, op.inputs[1:]) if branch else [True]
-            elif op.type == "RngReadAndSkip":  # a `tf.random.Generator`
-                yield self.of(op.inputs[2])
-            elif op.type not in _READS:
-                yield True
+            yield from self._written_by(op, handle)
+
+    def is_written_by(self, op: Any, handle: Any) -> bool:
+        """Say whether an operation changes a variable."""
+        return any(True for _ in self._written_by(op, handle))
+
+    def _written_by(self, op: Any, handle: Any) -> Iterator[bool]:
+        if op.type in ASSIGNMENTS:
+            yield self.of(op.inputs[1])
+        elif op.type in _CALLS:
+            called = self._call(op)
+            if called is None or called.draws():
+                yield True  # numbers that would be the same again
+                return
+            yield from called.written_as(handle, op.inputs)
+        elif op.type in _BRANCHES:
+            written = []
+            for name in ("then_branch", "else_branch"):
+                graph = function_graph(self.graph, op, name)
+                branch = graph and Dependence(graph, self, op.inputs[1:])
+                written += branch.written_as(handle, op.inputs[1:]) if branch else [True]
+            if written:
+                yield any(written) or self.of(op.inputs[0])  # whether it is taken
+        elif op.type == "RngReadAndSkip":  # a `tf.random.Generator`
+            yield self.of(op.inputs[2])
+        elif op.type not in READS:
+            yield True
 
     def written_as(self, handle: Any, arguments: Sequence[Any]) -> Iterator[bool]:
         """Yield what `written` does, for a variable that is an argument of this graph."""
@@ -174,7 +186,7 @@ class Dependence:
             return False
         if op.type == "Size":
             return self._dimension(op.inputs[0], 0)
-        if op.type in _READS and self.is_changed(op.inputs[0]):
+        if op.type in READS and self.is_changed(op.inputs[0]):
             return True
         if op.type in _DATA or (op.op_def.is_stateful and op.type.startswith(DRAWS_ANEW)):
             return True  # other values whenever it runs
@@ -273,5 +285,5 @@ def changed_in(graph: Any) -> list[Any]:
         variable
         for variable in graph.variables
         if id(variable.handle) in inside
-        and any(op.type not in _READS for op in inside[id(variable.handle)].consumers())
+        and any(op.type not in READS for op in inside[id(variable.handle)].consumers())
     ]

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Iterator
 import tensorflow as tf
 
 from bigbatch.backends.base import Backend
-from bigbatch.backends.tensorflow import data, ops, replicas, rollback
+from bigbatch.backends.tensorflow import applies, data, draws, ops, replicas, rollback
 from bigbatch.backends.tensorflow.accumulation import Accumulation
 from bigbatch.backends.tensorflow.compat import outside_strategy_scope
 from bigbatch.backends.tensorflow.memory import Memory
@@ -19,7 +19,8 @@ from bigbatch.backends.tensorflow.sums import GradientSums
 from bigbatch.backends.tensorflow.table import Table
 from bigbatch.backends.tensorflow.two_passes import TwoPasses
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
-from bigbatch.backends.tensorflow.variables import local_variable
+from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
+from bigbatch.core.passes import Order
 
 
 class TensorFlowBackend(Backend):
@@ -108,33 +109,85 @@ class TensorFlowBackend(Backend):
         with model.distribute_strategy.scope():
             return local_variable(tf.zeros([0], WEIGHT_DTYPE), tf.TensorShape([None]))
 
-    def rollback(self, model: Any, others: Iterable[Any]) -> rollback.Rollback:
-        strategy = model.distribute_strategy
-        variables = self.state_of(model)
-        local = strategy.experimental_local_results
-        known = {id(part.handle) for variable in variables for part in local(variable)}
-        others = [variable for variable in others if id(variable.handle) not in known]
-        return rollback.Rollback(strategy, [*variables, *others])
+    def rollback(
+        self, model: Any, others: Iterable[Any], weights: Iterable[Any] = ()
+    ) -> rollback.Rollback:
+        weights = [self.native(one) for one in weights]
+        variables = [*self.state_of(model), *others]
+        return rollback.Rollback(model.distribute_strategy, variables, weights)
 
     def unchanged(self, variables: Iterable[Any]) -> Any:
         return rollback.unchanged(variables)
 
+    def build_optimizers(self, model: Any, captured: list[Any]) -> list[Any]:
+        with tf.init_scope(), model.distribute_strategy.scope():
+            # Optimizers that Keras does not know of make their variables here.
+            return [adapted(one.optimizer, one.variables) for one in captured]
+
     @contextlib.contextmanager
     def updating(
         self, model: Any, captured: list[Any], results: Any
-    ) -> Iterator[Callable[[list[Any]], None]]:
+    ) -> Iterator[Callable[..., None]]:
         strategy = model.distribute_strategy
-        with tf.init_scope(), strategy.scope():
-            # Optimizers that Keras does not know of make their variables here.
-            optimizers = [adapted(one.optimizer, one.variables) for one in captured]
+        optimizers = self.build_optimizers(model, captured)
 
-        def apply(gradients: list[list[Any]]) -> None:
-            for optimizer, mean in zip(optimizers, gradients):
+        def apply(
+            gradients: list[list[Any]], made: Callable[[int], None] = lambda _: None
+        ) -> None:
+            for one, optimizer, mean in zip(captured, optimizers, gradients):
                 optimizer.apply(strategy, mean)
+                made(one.number)
 
         # Or an update counter would count one that then fails for want of its gradients.
         with outside_strategy_scope(), after(tf.nest.flatten(results)):
             yield apply
+
+    def changed_by_apply(self, optimizer: Any) -> list[Any]:
+        return self.optimizer_variables(optimizer)
+
+    def place_in_trace(self) -> int | None:
+        return applies.place_now()
+
+    def order_of_updates(
+        self,
+        model: Any,
+        captured: list[tuple[Any, list[Any]]],
+        values: Any,
+        apart: Any,
+        same: Any,
+    ) -> Order | None:
+        if not captured or captured[0][0].place is None:
+            return None
+        strategy, traced = model.distribute_strategy, []
+        for one, gradients in captured:
+            variables = [*one.variables, *self.changed_by_apply(one.optimizer)]
+            handles = {
+                id(on_this_replica(strategy, self.native(variable)).handle): variable
+                for variable in variables
+            }
+            traced.append(applies.TracedApply(one.place, gradients, handles))
+        if tf.executing_eagerly():
+            return applies.order_of_reads(traced)
+        graph = tf.compat.v1.get_default_graph()
+        # Of a known number of samples it does not show what depends on it.
+        is_any_size = draws.running() is not None
+        return applies.order_of(graph, traced, values, apart, [same] if is_any_size else None)
+
+    def noting_reads(self) -> Any:
+        return applies.noting_reads()
+
+    def discarding(self, model: Any, updates: Iterable[Any]) -> Any:
+        if not tf.executing_eagerly():
+            return applies.discarding()
+        weights = {id(one): one for update in updates for one in update.variables}
+        here = functools.partial(on_this_replica, model.distribute_strategy)
+        return rollback.unchanged(map(here, weights.values()))
+
+    def update_results(
+        self, model: Any, variables: Iterable[Any], before: Callable[[Any], Any]
+    ) -> rollback.UpdateResults:
+        native = [self.native(variable) for variable in variables]
+        return rollback.UpdateResults(model.distribute_strategy, native, before)
 
     def out_of_memory(self, message: str) -> Exception:
         return tf.errors.ResourceExhaustedError(None, None, message)

@@ -13,7 +13,7 @@ from bigbatch.backends.tensorflow.compat import (
     undistributed_variable,
 )
 from bigbatch.backends.tensorflow.values import after
-from bigbatch.backends.tensorflow.variables import local_variable
+from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
 from bigbatch.errors import ContextError, explain
 
 _NONE, _TAKEN, _FINAL = 0, 1, 2
@@ -28,22 +28,36 @@ _HALF_UPDATED = explain(
 class Rollback:
     """Copies of what a batch changes before its update: taken in a graph, restored from Python.
 
-    Weights and optimizers need no copy: they change last, and only if all went well.
+    Weights and optimizers need no copy if they change last, and only if all went well.
 
     Args:
         strategy: the strategy of the model; every replica's value is kept.
         variables: the metrics, moving statistics and random state of a model.
+        weights: variables that updates change before the last one of the batch.
     """
 
-    def __init__(self, strategy: Any, variables: Iterable[Any]) -> None:
+    def __init__(
+        self, strategy: Any, variables: Iterable[Any], weights: Iterable[Any] = ()
+    ) -> None:
+        self._strategy = strategy
         local = strategy.experimental_local_results
         self._copies: dict[int, tuple[Any, Any]] = {}
+        weights = list(weights)
+        self._weights = {_key(part) for one in weights for part in local(one)}
+        self.include([*weights, *variables])
         with strategy.scope():
+            self._phase = local(local_variable(tf.constant(_NONE), summed=False))[0]
+
+    def include(self, variables: Iterable[Any]) -> None:
+        """Copy other variables, too, from the next batch on."""
+        local = self._strategy.experimental_local_results
+        with self._strategy.scope():
             for variable in variables:
+                if _key(local(variable)[0]) in self._copies:
+                    continue
                 copy = local_variable(tf.zeros(variable.shape, variable.dtype), summed=False)
                 pairs = zip(local(variable), local(copy))
                 self._copies.update((_key(one), (one, its)) for one, its in pairs)
-            self._phase = local(local_variable(tf.constant(_NONE), summed=False))[0]
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -55,6 +69,13 @@ class Rollback:
         # In a graph nothing else would make this come first.
         with after([taken]):
             yield
+
+    def begin_again(self) -> None:
+        """Let another pass begin with the state, but not the weights, of the first."""
+        with outside_strategy_scope():
+            for key, (variable, copy) in self._copies.items():
+                if key not in self._weights:
+                    variable.assign(copy.read_value())
 
     def before(self, variable: Any) -> Any:
         """Return the value that a variable of one replica had when the copies were taken."""
@@ -108,6 +129,47 @@ class Rollback:
                 raise ContextError(_HALF_UPDATED) from failure
             self.restore()
             raise
+
+
+class UpdateResults:
+    """The values that one update has given variables, for micro-batches that run after it.
+
+    Args:
+        strategy: the strategy of the model; every replica has its own values.
+        variables: variables that the update changes.
+        before: returns the value that a variable of one replica had before the batch.
+    """
+
+    def __init__(
+        self, strategy: Any, variables: list[Any], before: Callable[[Any], Any]
+    ) -> None:
+        self._strategy, self._before = strategy, before
+        self.variables = variables
+        """The variables that the update changes."""
+        with strategy.scope():
+            self._copies = [
+                local_variable(tf.zeros(one.shape, one.dtype), summed=False)
+                for one in variables
+            ]
+
+    def keep(self) -> None:
+        """Keep the values that the variables have now; called outside `strategy.run`."""
+        local = self._strategy.experimental_local_results
+        for variable, copy in zip(self.variables, self._copies):
+            for part, its in zip(local(variable), local(copy)):
+                its.assign(part.read_value())
+
+    def assign(self) -> None:
+        """Make the update once more, on this replica."""
+        for variable, copy in zip(self.variables, self._copies):
+            value = on_this_replica(self._strategy, copy).read_value()
+            on_this_replica(self._strategy, variable).assign(value)
+
+    def undo(self) -> None:
+        """Give the variables the values they had before the batch, on this replica."""
+        for variable in self.variables:
+            part = on_this_replica(self._strategy, variable)
+            part.assign(self._before(part))
 
 
 def _key(variable: Any) -> int:

@@ -78,11 +78,14 @@ class TracedMicrobatch:
         self.graph = self._function.graph
         self.once: list[Any] = []
         """The variables that change once per batch: in the same way for any samples."""
+        apart, changed = {id(variable) for variable in kept}, changed_in(self.graph)
+        self.kept = [v for v in changed if id(v) in apart]
+        """The variables that it changes of those that are kept."""
+        self.changed = [v for v in changed if id(v) not in apart]
+        """The other variables that it changes, whatever their new value depends on."""
         if self.is_any_size:
-            apart = {id(variable) for variable in kept}
-            changed = [v for v in changed_in(self.graph) if id(v) not in apart]
             dependence = Dependence(self.graph, constants=same)
-            self.once = dependence.independent_variables(changed)
+            self.once = dependence.independent_variables(self.changed)
         self._before: list[Any] = []
         self.specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._function.outputs]
         """The types of the results."""

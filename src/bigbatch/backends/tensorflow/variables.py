@@ -50,3 +50,9 @@ def this_replica() -> int:
         return 0
     number = context.replica_id_in_sync_group
     return int(tf.get_static_value(number) if tf.is_tensor(number) else number)
+
+
+def on_this_replica(strategy: Any, variable: Any) -> Any:
+    """Return the part of a variable that is on the replica that runs or is traced."""
+    parts = strategy.experimental_local_results(variable)
+    return parts[this_replica() % len(parts)]

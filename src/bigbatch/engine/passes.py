@@ -1,0 +1,172 @@
+"""What runs the passes over the micro-batches of a batch; see `bigbatch.core.passes`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, NamedTuple
+
+from bigbatch.backends.keras import backend_of
+from bigbatch.core.passes import ALL_UPDATES, Pass, Plan, plan_of
+from bigbatch.engine.captured import CapturedGradients
+from bigbatch.engine.loss_plan import LossPlan
+from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.update import Update
+from bigbatch.errors import ContextError, explain
+
+_CONTEXT = 64
+"""More numbers than what is known of a batch has, to try a micro-batch with."""
+_SAID = "passes over each batch: updates of train_step depend on those before them"
+_OTHER_UPDATES = explain(
+    received="a train_step that makes other updates for data of another structure",
+    expected="the same calls of optimizer.apply, in the same order, for all data",
+    fix="call accumulate once more before training on other data",
+)
+
+
+class PassRun(NamedTuple):
+    """What runs all micro-batches of a batch once."""
+
+    microbatch: MicroBatch
+    runs: Any
+    """Adds them up: see `Accumulation`."""
+    update: Update
+
+
+class Passes:
+    """The passes of a model, which are known when a micro-batch has been traced.
+
+    Args:
+        model: a compiled Keras model.
+        batch_norm: as for `accumulate`.
+        say: called with what users may want to know.
+    """
+
+    def __init__(self, model: Any, batch_norm: str, say: Callable[[str], None]) -> None:
+        self._model, self._batch_norm, self._say = model, batch_norm, say
+        self._backend = backend_of(model)
+        self._made: dict[int, Any] = {}
+        self._plan: Plan | None = None
+        self.all_updates = self._pass(ALL_UPDATES)
+        """What captures all updates, which shows what they depend on."""
+        self.each = [self.all_updates]
+        """One after the other."""
+        self.settling: PassRun | None = None
+        """What assigns, after the last update, what is the same for all samples."""
+        self.rollback: Any = None
+        """The copies of what a batch changes."""
+
+    def before(self, variable: Any) -> Any:
+        """Return the value that a variable of one replica had before the batch."""
+        return self.rollback.before(variable)
+
+    def _pass(self, part: Pass, plan: LossPlan | None = None) -> PassRun:
+        model = self._model
+        microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan)
+        runs = self._backend.accumulation(model, microbatch.run, microbatch.kept, self.before)
+        return PassRun(microbatch, runs, Update(model, microbatch))
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether micro-batches run more than once."""
+        return self._plan is not None and self._plan.runs_again
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the passes are known, or sure to be when a micro-batch has been traced."""
+        is_custom = self._backend.has_custom_train_step(self._model)
+        return self._plan is not None or not (self._model.run_eagerly and is_custom)
+
+    @property
+    def shape_of_graphs(self) -> tuple[Any, ...]:
+        """What the graphs that run them depend on, beside the data."""
+        runs = [one.runs for one in (self.all_updates, *self._others())]
+        return tuple((len(one.once), len(one.changed)) for one in runs)
+
+    def _others(self) -> list[PassRun]:
+        settling = [] if self.settling is None else [self.settling]
+        return [one for one in (*self.each, *settling) if one is not self.all_updates]
+
+    def prepare(self, types: Any, size: int | None, *, may_grow: bool) -> None:
+        """Trace a micro-batch, and then what runs in the passes that it takes.
+
+        Args:
+            types: the types of a batch.
+            size: samples per micro-batch, for a model that must know them.
+            may_grow: whether tracing may make variables.
+        """
+        first = self.all_updates
+        first.runs.prepare(types, size)
+        if may_grow and first.microbatch.makes_room():
+            first.runs.forget()  # only now there are variables to make room for
+            first.runs.prepare(types, size)
+        self._make(first.microbatch.lengths)
+        for one in self._others():
+            one.runs.prepare(types, size)
+
+    def make_rollback(self) -> None:
+        """Copy from now on what all passes change."""
+        if self.runs_again:
+            for one in (self.all_updates, *self._others()):
+                self.rollback.include(one.runs.changed.values())
+        else:
+            once = self.all_updates.runs.once.values()
+            self.rollback = self._backend.rollback(self._model, once)
+
+    def learn(self, data: Any, size: Any) -> None:
+        """Find out, if a model runs eagerly, which passes a batch takes: try a micro-batch."""
+        backend, model, first = self._backend, self._model, self.all_updates.microbatch
+        if self.is_known:
+            return
+
+        def local(data: Any) -> None:
+            count = backend.data.sample_count(data)
+            part = backend.data.first_rows(data, count=size or count)
+            if count:
+                with backend.noting_reads():
+                    first.run(backend.ops.stack([1] * _CONTEXT), part)
+
+        variables = [backend.native(one) for one in model.variables]
+        variables += [*map(backend.native, backend.metrics_variables(model))]
+        variables += backend.state_of(model)
+        local_results = functools.partial(backend.local_results, model)
+        parts = [part for variable in variables for part in local_results(variable)]
+        with backend.unchanged(parts):
+            backend.on_replicas(model, local, data)
+        self._make(first.lengths)
+        if self.runs_again:
+            self.rollback.include(variables)
+
+    def _make(self, lengths: Lengths) -> None:
+        """Make what runs the passes, if the updates of `train_step` are known."""
+        first = self.all_updates.microbatch
+        if first.order is None:
+            return
+        plan = plan_of(first.order)
+        if self._plan not in (None, plan):
+            raise ContextError(_OTHER_UPDATES)
+        if self._plan is None and plan.runs_again:
+            self._make_room(first.captured, first.order.changed)
+            if len(plan.passes) > 1:
+                self.each = [self._pass(part, first.plan) for part in plan.passes]
+                self._say(f"bigbatch: {len(plan.passes)} {_SAID}")
+            if plan.settles:
+                count = len(first.captured)
+                self.settling = self._pass(Pass(count, count, gives_logs=False), first.plan)
+            for one in self._others():
+                one.microbatch.prepare()
+        self._plan = plan
+        for one in self._others():
+            one.microbatch.lengths = lengths
+
+    def _make_room(self, captured: list[CapturedGradients], changed: Any) -> None:
+        """Make room for weights before the batch, and for the results of updates."""
+        backend, model = self._backend, self._model
+        backend.build_optimizers(model, captured)
+        weights = {}
+        for one in captured:
+            variables = [*one.variables, *backend.optimizer_variables(one.optimizer)]
+            weights.update((id(variable), variable) for variable in variables)
+        self.rollback = backend.rollback(model, (), weights.values())
+        for number, variables in enumerate(changed):
+            self._made[number] = backend.update_results(model, variables, self.before)

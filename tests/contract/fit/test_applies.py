@@ -1,0 +1,199 @@
+"""A `train_step` is a program: every update gets the gradient of the whole batch.
+
+Every value is computed with the weights that are in force when the full-batch step computes it,
+whether updates follow each other or come from one forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bigbatch
+from apply_cases import CODE, PROGRAMS, REAL, Gan, case_of, gradients_of
+from bigbatch.backends.tensorflow.rollback import UpdateResults
+from bigbatch.core.passes import ALL_UPDATES, NONE, Order, Pass, Plan, plan_of
+from bigbatch.engine import passes
+from comparison import check_equals_full_batch, check_same, paired
+from fit_cases import mostly_matrix
+
+from stack import IS_KERAS_3
+
+pytestmark = pytest.mark.skipif(not IS_KERAS_3, reason="the programs are written for Keras 3")
+EXACT = 1e-12
+PASSES = {
+    "gan": 2,
+    "wgan-gp": 4,
+    "clipped weights": 3,
+    "four optimizers": 1,
+    "teacher": 1,
+    "adapter": 1,
+    "captions": 3,
+    "distiller": 1,
+    "late logs": 2,
+    "gan with average": 2,
+}
+"""How often the micro-batches of each program run."""
+
+
+def passes_of(fitted):
+    return len(vars(fitted.model)["_bigbatch_hooks"].trainer.phases.passes)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_update_is_that_of_the_full_batch(name, float64):
+    case = case_of(name)
+    expected = case.train(epochs=1)
+    for mode in ("split", "window"):
+        found = case.accumulate(mode, epochs=1)
+        check_same(found, expected, EXACT)
+        assert passes_of(found) == PASSES[name]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_update_is_that_of_the_full_batch_for_other_sizes(name, float64):
+    check_equals_full_batch(case_of(name), EXACT, sizes=(1, 20), windows=(7,))
+
+
+@pytest.mark.parametrize("name", mostly_matrix(PROGRAMS, ["gan", "adapter"]))
+def test_on_replicas(name, mode, float64, mirrored):
+    with mirrored.scope():
+        found = case_of(name).accumulate(mode, epochs=1)
+    check_same(found, case_of(name).train(epochs=1), EXACT)
+
+
+ONCE_PER_MICRO_BATCH = ("teacher", "gan with average", "wgan-gp")
+"""Programs that, run eagerly, assign state with every micro-batch: no graph shows it."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_matrix([n for n in PROGRAMS if n not in ONCE_PER_MICRO_BATCH], ["gan", "adapter"]),
+)
+def test_run_eagerly(name, mode, float64):
+    case = case_of(name).compiled(run_eagerly=True)
+    found = case.accumulate(mode, epochs=1)
+    check_same(found, case.train(epochs=1), EXACT)
+    assert passes_of(found) == PASSES[name]
+
+
+@pytest.mark.parametrize("name", mostly_matrix(PROGRAMS, ["gan with average"]))
+def test_compiled_by_xla(name, mode, float64):
+    found = case_of(name).compiled(jit_compile=True).accumulate(mode, epochs=1)
+    check_same(found, case_of(name).train(epochs=1), EXACT)
+
+
+# Wrong versions, each of which is found.
+
+
+def skip(monkeypatch):
+    """Earlier updates are skipped, not made again."""
+    monkeypatch.setattr(UpdateResults, "assign", lambda _: None)
+
+
+def simultaneous(monkeypatch):
+    """All gradients are those of the weights before the batch."""
+    monkeypatch.setattr(passes, "plan_of", lambda _: Plan())
+
+
+def not_settled(monkeypatch):
+    """What is assigned after the last update sees the weights before it."""
+    real = passes.plan_of
+    monkeypatch.setattr(passes, "plan_of", lambda order: replace(real(order), settles=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("gan", skip),
+        ("gan", simultaneous),
+        ("captions", simultaneous),
+        ("gan with average", not_settled),
+        ("teacher", not_settled),
+    ],
+)
+def test_a_wrong_version_is_found(name, wrong, float64, monkeypatch):
+    expected = case_of(name).train(epochs=1)
+    wrong(monkeypatch)
+    with pytest.raises(AssertionError, match="not the same"):
+        check_same(case_of(name).accumulate("split", epochs=1), expected, 1e-6)
+
+
+# The plan.
+
+
+@pytest.mark.parametrize(
+    ("gradients", "values", "state", "plan"),
+    [
+        ([NONE], NONE, NONE, Plan()),
+        ([NONE, NONE, NONE], NONE, NONE, Plan()),
+        ([NONE], NONE, 0, Plan(settles=True)),
+        ([NONE], 0, 0, Plan((Pass(0, 1, gives_logs=False), Pass(1, 1)))),
+        ([NONE, 0], NONE, NONE, Plan((Pass(0, 1, gives_logs=False), Pass(1, 2)))),
+        ([NONE, 0], 0, 1, Plan((Pass(0, 1, gives_logs=False), Pass(1, 2)), settles=True)),
+        ([NONE, NONE, 0, 1], 1, 1, Plan((Pass(0, 2, gives_logs=False), Pass(2, 4)))),
+    ],
+)
+def test_as_few_passes_as_can_be(gradients, values, state, plan):
+    changed = [[] for _ in gradients]
+    assert plan_of(Order(changed, gradients, values, state)) == plan
+    assert plan.runs_again == (plan != Plan())
+    assert Plan().passes == (ALL_UPDATES,)
+
+
+def test_independent_updates_are_traced_once():
+    traced = []
+
+    class Traced(PROGRAMS["four optimizers"]):
+        def train_step(self, data):
+            traced.append(data)
+            return super().train_step(data)
+
+    case_of("four optimizers", Traced).accumulate("split", epochs=1)
+    assert len(traced) == 1
+
+
+def test_the_passes_are_said(capsys):
+    case_of("wgan-gp").accumulate("split", epochs=1, verbose=2)
+    said = capsys.readouterr().out
+    assert "bigbatch: 4 passes over each batch" in said
+    case_of("adapter").accumulate("split", epochs=1, verbose=2)
+    assert "passes over each batch" not in capsys.readouterr().out
+
+
+class Fails(Gan):
+    """Its second update fails for a sample of the last micro-batch."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        with tf.GradientTape() as tape:
+            fake = self.critic(self.generator(data[1]))
+            bad = tf.debugging.check_numerics(fake / data[0][:, :1], "there")
+            loss = tf.reduce_mean(bad)
+        self.of_generator.apply(*gradients_of(tape, loss, self.generator))
+        return logs
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_batch_that_fails_in_a_later_pass_has_not_happened(mode, run_eagerly):
+    real = REAL.copy()
+    real[20] = 0
+    case = replace(case_of("gan", Fails), x=real).compiled(run_eagerly=run_eagerly)
+    setting, size = {
+        "split": ({"microbatch_size": 8}, 21),
+        "window": ({"accumulation_steps": 3}, 7),
+    }[mode]
+    model = case.build(lambda model: bigbatch.accumulate(model, **setting))
+    model.fit(REAL[:21], CODE[:21], batch_size=size, shuffle=False, verbose=0)
+    variables = [*model.variables, *model.of_critic.variables, *model.of_generator.variables]
+    before = [one.numpy() for one in variables]
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        model.fit(real[:21], CODE[:21], batch_size=size, shuffle=False, verbose=0)
+    metrics = {id(v) for one in model.metrics for v in one.variables}
+    for variable, value in paired(variables, before):
+        if id(variable) not in metrics:  # which `fit` resets
+            np.testing.assert_array_equal(variable.numpy(), value)
