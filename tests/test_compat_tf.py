@@ -192,3 +192,11 @@ def test_every_stateless_draw_passes_through_the_replacement_and_back():
     for one, two, three in zip(before, inside, after):
         assert (one == two).all()
         assert (one == three).all()
+
+
+def test_code_that_runs_eagerly_while_a_graph_is_built():
+    with tf.Graph().as_default():
+        assert not tf.executing_eagerly()
+        with compat.eagerly():
+            assert tf.executing_eagerly()
+        assert not tf.executing_eagerly()

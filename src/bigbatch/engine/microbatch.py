@@ -27,6 +27,10 @@ _ALMOST_NOTHING = 1e-20
 """Nothing beside any number that counts, in float32 too, but not zero."""
 
 
+class CountsNeededError(Exception):
+    """A micro-batch that runs eagerly shows only now that the batch has to be counted first."""
+
+
 class MicroBatch:
     """Runs micro-batches of a model; the values that it returns add up.
 
@@ -47,6 +51,10 @@ class MicroBatch:
         self.logs = BatchLogs(model)
         self.statistics = statistics_of(model)
         self.lengths = Lengths.SAME
+        self.is_odd = False
+        """Whether tensors of a batch differ in their number of samples."""
+        self.is_counted = False
+        """Whether the batch has been counted, if it runs eagerly."""
         self.plan = LossPlan()
         """What the parts of the loss do; complete when a micro-batch has been traced."""
         self.captured: list[CapturedGradients] = []
@@ -103,6 +111,7 @@ class MicroBatch:
             self.lengths,
             replicas=self._replicas,
             can_weigh=self._can_weigh,
+            is_odd=self.is_odd,
         )
 
         def weight() -> Any:  # known when the loss is
@@ -125,6 +134,7 @@ class MicroBatch:
             metrics = stack.enter_context(self.logs.metrics.watching(self.plan))
             stack.enter_context(backend.losses_of_one_replica(model, self._replicas))
             stack.enter_context(backend.metrics_on_replicas(model))
+            results = stack.enter_context(self.logs.watching())
             captured = stack.enter_context(capturing)
             logs = backend.train_step_of(model)(data)
         self.captured = captured
@@ -140,7 +150,9 @@ class MicroBatch:
             gradients=gradients,
             samples=samples,
             loss_weight=loss_weight,
-            logs=self.logs.of_microbatch(recorder, logs, samples, loss_weight, metrics),
+            logs=self.logs.of_microbatch(
+                recorder, results, logs, samples, loss_weight, metrics
+            ),
             moments=moments,
             statistics=statistics,
         )
@@ -214,6 +226,8 @@ class MicroBatch:
         if denominator is ONE_PER_REPLICA:
             return context.samples / samples * replicas
         self.plan.needs_denominators = True
+        if self._model.run_eagerly and not self.is_counted:
+            raise CountsNeededError
         divided = self._backend.ops.divided
         # A custom step may compute its loss more than once.
         of_batch = context.denominators[position % self._backend.number_of_terms(self._model)]

@@ -76,7 +76,8 @@ class Accumulation:
             return
 
         def local(data: Any) -> Any:
-            self._traced(self._batch(data), size)
+            # Where it is to be cut, that is checked when it is.
+            self._traced(self._batch(data, is_whole=True), size)
             return tf.zeros([])
 
         function = tf.function(lambda data: self._strategy.run(local, (data,)), autograph=False)
@@ -117,7 +118,7 @@ class Accumulation:
 
     def add(self, context: Any, data: Any, size: Any = None) -> None:
         """Run micro-batches of `size` samples, or one of all of them, and add them up."""
-        batch = self._batch(data)
+        batch = self._batch(data, is_whole=size is None)
         if self._python is not None:
             self._add_eagerly(context, batch, size)
             return
@@ -135,11 +136,11 @@ class Accumulation:
 
         def body(start: Any) -> Any:
             rows = tf.minimum(each, count - start)
-            run(micro, start, batch.rows(start, rows))
+            run(micro, start, batch.leaves if size is None else batch.rows(start, rows))
             return start + rows
 
         if not micro.is_any_size:
-            most = self._known_size or batch.count
+            most = batch.count if size is None else self._known_size or batch.count
             for start in range(0, batch.count, most):
                 rows = min(most, batch.count - start)
                 run(self._traced(batch, rows), start, batch.rows(start, rows))
@@ -169,8 +170,9 @@ class Accumulation:
             sums = micro.packed(self._stored.values())
         return self._rows.together(sums, self._microbatches.read_value())
 
-    def _batch(self, data: Any) -> Batch:
-        return Batch((data,), may_be_empty=self._strategy.num_replicas_in_sync > 1)
+    def _batch(self, data: Any, *, is_whole: bool) -> Batch:
+        several = self._strategy.num_replicas_in_sync > 1
+        return Batch((data,), may_be_empty=several, is_whole=is_whole)
 
     def _first_trace(self) -> TracedMicrobatch:
         """Return a trace that tells what `compute` returns."""
@@ -185,8 +187,7 @@ class Accumulation:
         for micro, its_types in traces:
             if micro.fits(known) and includes(its_types, types):
                 return micro
-        kept = self._kept()
-        micro = traced(self._rows, batch, known, self._jit_compile, kept, [_CONTEXT])
+        micro = traced(self._rows, batch, known, self._jit_compile, self._kept, [_CONTEXT])
         micro.once = [self._on_this_replica(variable) for variable in micro.once]
         traces.append((micro, types))
         self.once.update((id(variable), variable) for variable in micro.once)
@@ -205,8 +206,7 @@ class Accumulation:
         size = size or max(count, 1)
         told = Told()
         if count:
-            kept = self._kept()
-            told = self._eager_trace.of(self._rows, batch, kept, [_CONTEXT])
+            told = self._eager_trace.of(self._rows, batch, self._kept, [_CONTEXT])
             self.once.update((id(variable), variable) for variable in told.once)
         before = int(self._samples.read_value())
         for start in range(0, count, size):
@@ -214,7 +214,8 @@ class Accumulation:
             for variable in told.once:
                 variable.assign(self._before(variable))
             with drawing(MicrobatchRows(before + start, rows, places=told.places)):
-                arguments = batch.arguments(batch.rows(start, rows))
+                leaves = batch.leaves if rows == count else batch.rows(start, rows)
+                arguments = batch.arguments(leaves)
                 results = self._rows.parted(self._rows.compute(context, *arguments))
             self._python.add(results)
             del results
