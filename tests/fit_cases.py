@@ -369,8 +369,6 @@ CASES = {
         NoCall,
         loss=None,
         optimizer=keras.optimizers.SGD,
-        # Keras 3 says so when it is asked to build the model, which plain training does not.
-        warns=("looks like it has unbuilt state",) if IS_KERAS_3 else (),
     ),
     "optimizer of a layer": Case(OptimizerOfALayer, loss=None, optimizer=keras.optimizers.SGD),
     "own state in the loss": Case(

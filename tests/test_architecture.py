@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "planner": {"engine", "backends", "core", "errors"},
     "diagnostics": {"engine", "backends", "core", "errors"},
     "demo": {"diagnostics", "planner", "engine", "core", "errors"},
-    "cli": {"demo", "planner", "diagnostics", "engine", "core", "errors"},
+    "cli": {"demo", "planner", "diagnostics", "engine", "core", "errors", "__version__"},
 }
 """What a package may import of bigbatch, beside itself."""
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras", "torch", "jax"}
@@ -232,7 +232,14 @@ def test_commands_and_flags_are_frozen():
     setting = ["--batch-norm", "--coupled"]
     assert {name: flags(one) for name, one in commands.choices.items()} == {
         "demo": ["--output"],
-        "run": ["--accumulation-steps", *setting, "--microbatch-size", "script"],
+        "run": [
+            "--accumulation-steps",
+            *setting,
+            "--microbatch-size",
+            "--module",
+            "-m",
+            "script",
+        ],
         "verify": [*setting, "--json", "--microbatch-size", "factory"],
         "plan": ["--batch-size", "--json", "--memory-limit", "--plot", "--time", "factory"],
     }

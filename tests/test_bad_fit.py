@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -37,6 +40,55 @@ def test_bad_arguments_leave_the_setting_as_it_was(arguments, text):
     with pytest.raises(ArgumentError, match=f"(?s){text}.*Expected: .*Fix: "):
         bigbatch.accumulate(model, **arguments)
     assert vars(model) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "spelling"),
+    [
+        ({"microbatch_size": "Auto"}, 'microbatch_size="auto"'),
+        ({"microbatch_size": "32"}, "microbatch_size=32"),
+        ({"microbatch_size": 32.0}, "microbatch_size=32"),
+        ({"accumulation_steps": "8"}, "accumulation_steps=8"),
+        ({"micro_batch_size": 32}, "microbatch_size=32"),
+        ({"micro_batch_size": "auto"}, "microbatch_size='auto'"),
+        ({"microbatchsize": 32}, "microbatch_size=32"),
+        ({"gradient_accumulation_steps": 8}, "accumulation_steps=8"),
+        ({"accumulation_step": 8}, "accumulation_steps=8"),
+        ({"batch_norms": "frozen", "microbatch_size": 8}, "batch_norm='frozen'"),
+    ],
+)
+def test_the_right_spelling(arguments, spelling):
+    """The message has it, and what it says works."""
+    model = dense()
+    with pytest.raises(ArgumentError, match=r"(?s)Received: .*Expected: .*Fix: ") as error:
+        bigbatch.accumulate(model, **arguments)
+    (fix,) = (line for line in str(error.value).splitlines() if line.startswith("Fix: "))
+    assert spelling in fix
+    name, value = spelling.split("=")
+    given = {"microbatch_size": 8} if name == "batch_norm" else {}
+    assert bigbatch.accumulate(model, **given, **{name: ast.literal_eval(value)}) is model
+
+
+def test_a_size_without_a_name():
+    model = dense()
+    with pytest.raises(ArgumentError, match=r"Received: accumulate\(model, 32\)") as error:
+        bigbatch.accumulate(model, 32)
+    fixes = re.findall(r"accumulate\(model, \w+=32\)", str(error.value).split("Fix: ")[1])
+    assert len(fixes) == 2
+    for fix in fixes:
+        assert eval(f"bigbatch.{fix}") is model
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_an_optimizer_that_accumulates_itself_is_refused_at_once(setting):
+    """If the model is compiled; following the message trains."""
+    model = dense()
+    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+    with pytest.raises(ArgumentError, match="Fix: remove gradient_accumulation_steps"):
+        bigbatch.accumulate(model, **setting)
+    assert "fit" not in vars(model)
+    model.compile(keras.optimizers.SGD(), "mse")
+    bigbatch.accumulate(model, **setting).fit(DENSE_X, DENSE_Y, batch_size=9, verbose=0)
 
 
 @pytest.mark.parametrize("model", ["model", None, keras.layers.Dense(2)])

@@ -194,7 +194,10 @@ def test_microbatch_size(size):
 
 
 BAD_BATCHES = {
-    "leaves of different length": ((np.ones([4]), np.ones([5])), "(4,), (5,)"),
+    "leaves of different length": (
+        (np.ones([4]), np.ones([5])),
+        "batch[1] with 5 samples in a batch of 4",
+    ),
     "empty": ((np.ones([0, 2]),), "(0, 2)"),
     "no leaves": ((), "no tensors"),
     "a scalar": ((np.ones([4]), 3.0), "3.0"),
@@ -212,7 +215,7 @@ def test_batch(name):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"), [(([4], [5]), "differ in their number"), (([0], [0]), "empty")]
+    ("shapes", "message"), [(([4], [5]), "differs from other tensors"), (([0], [0]), "empty")]
 )
 def test_batch_of_unknown_size_is_asserted_in_the_graph(shapes, message):
     w = tf.Variable(1.0)

@@ -221,3 +221,11 @@ def test_nothing_is_kept_of_what_is_discarded():
 
     changes()
     assert float(variable) == 102.0
+
+
+def test_code_that_runs_eagerly_while_a_graph_is_built():
+    with tf.Graph().as_default():
+        assert not tf.executing_eagerly()
+        with compat.eagerly():
+            assert tf.executing_eagerly()
+        assert not tf.executing_eagerly()

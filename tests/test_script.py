@@ -117,21 +117,108 @@ def test_exit_codes_of_a_script(tmp_path, capsys):
         assert out in ("", "['a', '--b']\n")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["run", "nowhere.py", "--microbatch-size", "8"],
-        ["run", "nowhere.py"],
-        ["run", "nowhere.py", "--microbatch-size", "8", "--accumulation-steps", "2"],
-        ["run", "nowhere.py", "--microbatch-size", "eight"],
-    ],
-)
-def test_what_cannot_be_run(arguments, capsys):
+def exit_code(*arguments):
     from bigbatch.cli import main
 
     try:
-        code = main(arguments)
+        return main(arguments)
     except SystemExit as leave:  # argparse
-        code = leave.code
-    assert code == 2
-    assert capsys.readouterr().err
+        return leave.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--microbatch-size", "8"], "nowhere.py"),
+        ([], "--microbatch-size"),
+        (["--microbatch-size", "8", "--accumulation-steps", "2"], "not allowed with"),
+        (["--microbatch-size", "eight"], "'eight' is no positive integer"),
+        (["--microbatch-size", "0"], "'0' is no positive integer"),
+        (["--accumulation-steps", "-3"], "'-3' is no positive integer"),
+        (["--accumulation-steps", "auto"], "'auto' is no positive integer"),
+        (["--microbatch-size", "8", "--batch-norm", "synced"], "'synced'"),
+        (["--microbatch-size", "8", "-m", "package.module"], "not allowed with"),
+    ],
+)
+def test_what_cannot_be_run(arguments, said, capsys):
+    assert exit_code("run", "nowhere.py", *arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_bad_values_are_refused_before_the_script_starts(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text("print('started')")
+    for bad in (["--microbatch-size", "0"], ["--microbatch-size", "8", "--batch-norm", "no"]):
+        assert exit_code("run", str(script), *bad) == 2
+    assert "started" not in capsys.readouterr().out
+    assert exit_code("run", str(script), "--microbatch-size", "Auto") == 0
+    assert "started" in capsys.readouterr().out
+
+
+def test_modes_of_batch_normalisation_are_those_of_the_engine():
+    from bigbatch.cli import _BATCH_NORM
+    from bigbatch.engine.batch_norm import MODES
+
+    assert _BATCH_NORM == MODES
+
+
+def test_arguments_of_the_script_without_dashes_get_a_hint(tmp_path, capsys):
+    """The command in the hint is one that runs the script."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = ["run", str(script), "--microbatch-size", "8", "--epochs", "10", "data.csv"]
+    assert exit_code(*command) == 2
+    hint = capsys.readouterr().err.splitlines()[-1]
+    assert "arguments of the script come after --: bigbatch run" in hint
+    followed = hint.split("come after --: bigbatch ")[1].split()
+    assert exit_code(*followed) == 0
+    assert capsys.readouterr().out == "['--epochs', '10', 'data.csv']\n"
+    assert exit_code("plan", "train:make", "--batch-size", "8", "--no") == 2
+    assert "come after --" not in capsys.readouterr().err
+
+
+MODULE = """
+import sys
+from package.values import VALUE
+from . import values
+print(__name__, __package__, __spec__.name, VALUE, values.VALUE, sys.argv[1:])
+sys.exit(4)
+"""
+
+
+def test_a_module_runs_as_with_python_m(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "package"
+    package.mkdir()
+    for name, text in (
+        ("__init__", ""),
+        ("values", "VALUE = 7"),
+        ("train", MODULE),
+        ("__main__", MODULE),
+        ("broken", "1 / 0"),
+    ):
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    options = ["--microbatch-size", "8", "--", "a"]
+    for name, runs in (("package.train", "train"), ("package", "__main__")):
+        assert exit_code("run", "-m", name, *options) == 4
+        out = capsys.readouterr().out
+        assert out == f"__main__ package package.{runs} 7 7 ['a']\n"
+        plain = run(tmp_path, "-m", name, "a")
+        assert (plain.returncode, plain.stdout) == (4, out)
+    assert exit_code("run", "-m", "package.broken", *options) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[1].strip().startswith(f'File "{package / "broken.py"}", line 1')
+    for name in ("package.nothing", "nothing", "package.values.nothing"):
+        assert exit_code("run", "-m", name, *options) == 2
+        assert "Fix: bigbatch run -m package.module" in capsys.readouterr().err
+    for name in [name for name in sys.modules if name.split(".")[0] == "package"]:
+        del sys.modules[name]
+
+
+def test_the_version_and_help(capsys):
+    import bigbatch
+
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"bigbatch {bigbatch.__version__}\n"
+    assert exit_code() == 0
+    assert "bigbatch run train.py --microbatch-size auto" in capsys.readouterr().out

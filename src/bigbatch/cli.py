@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, Sequence
 
+from bigbatch import __version__
+from bigbatch.core.arguments import positive_integer
 from bigbatch.errors import ArgumentError, BigbatchError, explain
 
 _FACTORY = """
@@ -46,9 +48,13 @@ examples:
 exit codes: 0 all is well, 2 it could not be run
 """
 
+_BATCH_NORM = ("pooled", "microbatch", "frozen")
+"""What `batch_norm` can be: the engine, which says so too, would import Keras."""
+
 _RUN = """\
 examples:
   bigbatch run train.py --microbatch-size auto
+  bigbatch run -m package.train --microbatch-size auto
   bigbatch run train.py --microbatch-size 32 -- --epochs 10
   bigbatch run train.py --accumulation-steps 8
 
@@ -70,7 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     end = given.index("--") if "--" in given else len(given)
-    options = _parser().parse_args(given[:end])
+    parser = _parser()
+    options, unknown = parser.parse_known_args(given[:end])
+    if unknown:
+        parser.error(_unrecognized(options, given[:end], unknown, given[end + 1 :]))
+    if options.run is None:
+        parser.print_help()
+        return 0
     options.arguments = given[end + 1 :]
     # Before TensorFlow is imported: quiet, and with an allocator that counts every byte.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -86,6 +98,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
+def _unrecognized(
+    options: argparse.Namespace, given: list[str], unknown: list[str], after: list[str]
+) -> str:
+    """Say what was not understood, and where arguments of a script belong."""
+    message = f"unrecognized arguments: {' '.join(unknown)}"
+    if options.run is not _run:
+        return message
+    left = list(given)
+    for argument in reversed(unknown):  # the last of equal ones is the script's
+        del left[len(left) - 1 - left[::-1].index(argument)]
+    command = " ".join(["bigbatch", *left, "--", *unknown, *after])
+    return f"{message}\narguments of the script come after --: {command}"
+
+
 def _parser() -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
@@ -94,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_ALL,
         formatter_class=shape,
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(run: Any, summary: str, description: str, epilog: str, **more: Any) -> Any:
         added = commands.add_parser(
@@ -131,10 +159,13 @@ def _add_run(command: Any) -> None:
         "run a script with every fit() accumulated",
         "Run an unmodified Keras script with every fit() accumulated.",
         _RUN,
-        usage="bigbatch run SCRIPT (--microbatch-size N|auto | --accumulation-steps N)\n"
+        usage="bigbatch run (SCRIPT | -m MODULE)\n"
+        "                    (--microbatch-size N|auto | --accumulation-steps N)\n"
         "                    [--batch-norm MODE] [--coupled] [-- ARGS]",
     )
-    run.add_argument("script", metavar="SCRIPT", help="a Python file")
+    what = run.add_mutually_exclusive_group(required=True)
+    what.add_argument("script", nargs="?", metavar="SCRIPT", help="a Python file")
+    what.add_argument("-m", "--module", metavar="MODULE", help="a module, as for python -m")
     how = run.add_mutually_exclusive_group(required=True)
     how.add_argument(
         "--microbatch-size",
@@ -143,7 +174,10 @@ def _add_run(command: Any) -> None:
         help="cut batches into so many samples",
     )
     how.add_argument(
-        "--accumulation-steps", type=int, metavar="N", help="batches of the data per update"
+        "--accumulation-steps",
+        type=_number,
+        metavar="N",
+        help="batches of the data per update",
     )
     _add_setting(run)
 
@@ -158,7 +192,7 @@ def _add_verify(command: Any) -> None:
     _add_factory(verify)
     verify.add_argument(
         "--microbatch-size",
-        type=int,
+        type=_number,
         required=True,
         metavar="N",
         help="samples per micro-batch",
@@ -176,7 +210,7 @@ def _add_plan(command: Any) -> None:
     )
     _add_factory(plan)
     plan.add_argument(
-        "--batch-size", type=int, required=True, metavar="N", help="samples per update"
+        "--batch-size", type=_number, required=True, metavar="N", help="samples per update"
     )
     plan.add_argument(
         "--memory-limit",
@@ -189,7 +223,14 @@ def _add_plan(command: Any) -> None:
 
 
 def _size(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    return "auto" if text.lower() == "auto" else _number(text)
+
+
+def _number(text: str) -> int:
+    try:
+        return positive_integer(int(text), "N")
+    except ValueError as error:  # an `ArgumentError` is one
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer") from error
 
 
 def _add_factory(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +241,11 @@ def _add_factory(parser: argparse.ArgumentParser) -> None:
 
 def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--batch-norm", default="pooled", metavar="MODE", help="pooled, microbatch or frozen"
+        "--batch-norm",
+        default="pooled",
+        choices=_BATCH_NORM,
+        metavar="MODE",
+        help=f"{', '.join(_BATCH_NORM[:-1])} or {_BATCH_NORM[-1]}",
     )
     parser.add_argument(
         "--coupled",
@@ -219,10 +264,12 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from bigbatch.engine.script import run_script
+    from bigbatch.engine.script import run_module, run_script
 
     names = ("microbatch_size", "accumulation_steps", "batch_norm", "coupled")
     setting = {name: getattr(options, name) for name in names}
+    if options.module:
+        return run_module(options.module, options.arguments, setting)
     return run_script(options.script, options.arguments, setting)
 
 

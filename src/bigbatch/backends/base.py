@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from contextlib import AbstractContextManager as Block
 from typing import Any, Callable, Iterable
 
@@ -30,6 +31,16 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function as one graph, unless the model runs eagerly."""
+
+    def eager_if_asked(self, model: Any) -> Block[None]:
+        """Return a block in which a model runs eagerly if the framework is told to."""
+        del model
+        return contextlib.nullcontext()
+
+    def explained(self, error: BaseException) -> Exception | None:
+        """Return an error that says what to do, if that can be told from `error`."""
+        del error
+        return None
 
     @abc.abstractmethod
     def trace_now(self) -> Any:
@@ -205,6 +216,17 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def results(self, model: Any) -> dict[str, Any]:
         """Return what the metrics of a model say, on this replica."""
+
+    @abc.abstractmethod
+    def result_of(self, metric: Any) -> Any:
+        """Return what a metric says, on this replica."""
+
+    def rows_of_samples(self, value: Any, samples: Any) -> Any:
+        """Return a logged value with an entry for each sample as rows, to be listed.
+
+        Their `values` are the entries. `None` for any other value, which is averaged.
+        """
+        del value, samples
 
     @abc.abstractmethod
     def metrics_on_replicas(self, model: Any) -> Block[None]:

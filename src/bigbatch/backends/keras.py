@@ -104,6 +104,9 @@ class KerasBackend(Backend):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         return inner.name if hasattr(inner, "name") else inner._name
 
+    def result_of(self, metric: Any) -> Any:
+        return metric.result()
+
     def is_mean(self, metric: Any) -> bool:
         return type(metric) is self.keras.metrics.Mean
 

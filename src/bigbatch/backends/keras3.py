@@ -72,6 +72,9 @@ class Keras3(KerasBackend):
         return getattr(variable, "value", variable)
 
     def results(self, model: Any) -> dict[str, Any]:
+        compiled = model._compile_metrics
+        if compiled is not None and not compiled.built:  # by a custom step, and not yet
+            return {}
         return model.get_metrics_result()
 
     def metrics_on_replicas(self, model: Any) -> contextlib.AbstractContextManager[None]:
@@ -165,17 +168,28 @@ class Keras3(KerasBackend):
         original = compile_loss.call
 
         def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            if not compile_loss.built:
-                compile_loss.build(y_true, y_pred)
-            terms, metrics = compile_loss._flat_losses, compile_loss._metrics
-            compile_loss._flat_losses = [
-                term._replace(loss=replace(term.loss)) for term in terms
-            ]
-            compile_loss._metrics = [_Recorder(metric, record) for metric in metrics]
+            before: list[Any] = []
+
+            def watch() -> None:
+                terms, metrics = compile_loss._flat_losses, compile_loss._metrics
+                before[:] = terms, metrics
+                compile_loss._flat_losses = [
+                    term._replace(loss=replace(term.loss)) for term in terms
+                ]
+                compile_loss._metrics = [_Recorder(metric, record) for metric in metrics]
+
+            def build(y_true: Any, y_pred: Any) -> None:  # which its first call does
+                type(compile_loss).build(compile_loss, y_true, y_pred)
+                watch()
+
+            if compile_loss.built:
+                watch()
             try:
-                total = original(y_true, y_pred, sample_weight)
+                with replaced(compile_loss, build=build):
+                    total = original(y_true, y_pred, sample_weight)
             finally:
-                compile_loss._flat_losses, compile_loss._metrics = terms, metrics
+                if before:
+                    compile_loss._flat_losses, compile_loss._metrics = before
             note(total)
             return total
 

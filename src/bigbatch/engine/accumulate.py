@@ -5,12 +5,21 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from bigbatch.backends.keras import backend_of, check_model
+from bigbatch.core.arguments import keywords_explained
 from bigbatch.core.size_search import chosen_size
 from bigbatch.core.window import AccumulationSteps
-from bigbatch.engine.hooks import attach, detach, size_of
+from bigbatch.engine.hooks import attach, check_optimizers, detach, size_of
 from bigbatch.engine.settings import Setting
 
 
+@keywords_explained(
+    micro_batch_size="microbatch_size",
+    minibatch_size="microbatch_size",
+    batch_size="microbatch_size",
+    gradient_accumulation_steps="accumulation_steps",
+    accum_steps="accumulation_steps",
+    steps="accumulation_steps",
+)
 def accumulate(
     model: Any,
     *,
@@ -78,6 +87,7 @@ def accumulate(
     """
     check_model(model)
     setting = Setting(microbatch_size, accumulation_steps, batch_norm, coupled)
+    check_optimizers(model)
     detach(model)
     attach(model, setting)
     return model

@@ -35,11 +35,12 @@ class AutoSlices(WholeBatches):
         count = trainer.backend.batches_per_call(trainer.model)
         logs: dict[str, Any] = {}
         for data in functions.next_batches(iterator, count):
+            data = functions.as_tensors(functions.without_optionals(data))
             trainer.planning.at(data)
             trainer.planning.conclude()
             trainer.phases.prepare(data if types is None else types, Lengths.SAME, None)
-            data = functions.without_optionals(data)
             if self.size is None:
+                functions.check_can_be_cut(trainer.model.distribute_strategy, data)
                 self.size = self._choose(trainer, data)
             logs = self._train_on(trainer, data)
         return logs

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import functools
+from typing import Any, Iterator, NamedTuple
 
-from bigbatch.backends.keras import backend_of
+from bigbatch.backends.keras import backend_of, metrics_of
+from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_metrics import BatchMetrics
 from bigbatch.engine.loss_terms import TermRecorder
 from bigbatch.engine.totals import LogTotals
+
+
+class MetricResult(NamedTuple):
+    """Where a logged value comes from: one of the numbers that a metric says."""
+
+    metric: Any
+    position: int
 
 
 class BatchLogs:
@@ -30,11 +40,33 @@ class BatchLogs:
         # What a micro-batch has turned out to do, known when it has been traced.
         self._tracked: list[tuple[Any, bool | None, bool]] = []
         self._by_samples: list[bool] = []
-        self._left_alone: set[str] = set()
+        self._sources: list[MetricResult | None] = []
+        self._is_rows: list[bool] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[dict[int, tuple[Any, MetricResult]]]:
+        """Return a block in which it is noted which tensors are results of metrics.
+
+        A log need not have the name of the metric that it is of.
+        """
+        noted: dict[int, tuple[Any, MetricResult]] = {}
+
+        def result(metric: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            for index, leaf in enumerate(self._backend.ops.flatten(value)):
+                noted[id(leaf)] = leaf, MetricResult(metric, index)
+            return value
+
+        with contextlib.ExitStack() as stack:
+            for metric in metrics_of(self._model):
+                noting = functools.partial(result, metric, metric.result)
+                stack.enter_context(replaced(metric, result=noting))
+            yield noted
 
     def of_microbatch(
         self,
         recorder: TermRecorder,
+        noted: dict[int, tuple[Any, MetricResult]],
         logs: dict[str, Any],
         samples: Any,
         loss_weight: Any,
@@ -44,32 +76,78 @@ class BatchLogs:
 
         Args:
             recorder: what saw the metrics of a micro-batch.
-            logs: what `train_step` returned.
+            noted: what `watching` gave, by the `id` of tensors.
+            logs: what `train_step` returned: a dict, perhaps of dicts.
             samples: the samples of the micro-batch.
             loss_weight: what its loss counts for.
             batch_metrics: what `metrics` noted of it.
         """
-        times = self._backend.ops.times
+        ops, backend = self._backend.ops, self._backend
         self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
-        self._left_alone = recorder.left_alone(self._model)
+        leaves, names = ops.flatten(logs), ops.flatten(self._names(logs))
+        known: dict[str, MetricResult] = {}
+        if not all(map(ops.is_tensor, leaves)):  # numbers of Python, with names alone
+            left_alone = recorder.left_alone(self._model)
+            known = {k: v for k, v in self._results_by_name().items() if k not in left_alone}
+        self._sources = [
+            noted.get(id(leaf), (None, None))[1] if ops.is_tensor(leaf) else known.get(name)
+            for leaf, name in zip(leaves, names)
+        ]
+        rows = [
+            backend.rows_of_samples(leaf, samples) if source is None else None
+            for leaf, source in zip(leaves, self._sources)
+        ]
+        self._is_rows = [one is not None for one in rows]
+        values = [
+            ops.times(leaf, samples) if own is None else own for leaf, own in zip(leaves, rows)
+        ]
         return LogTotals(
-            values={name: times(value, samples) for name, value in logs.items()},
+            values=ops.pack(logs, values),
             numbers=[
-                times(number.value, loss_weight if number.of_loss else samples)
+                ops.times(number.value, loss_weight if number.of_loss else samples)
                 for number in recorder.numbers
             ],
             batch_metrics=self.metrics.weighted(batch_metrics, samples),
+            weights=[number.weight for number in recorder.numbers],
         )
+
+    def _names(self, logs: dict[str, Any]) -> dict[str, Any]:
+        """Return the name of every value of logs, in their structure."""
+        same = self._backend.ops.map_structure
+        return {
+            name: self._names(value)
+            if isinstance(value, dict)
+            else same(lambda _, name=name: name, value)
+            for name, value in logs.items()
+        }
+
+    def _results_by_name(self) -> dict[str, MetricResult]:
+        found: dict[str, MetricResult] = {}
+        for metric in self._model.metrics:
+            result = self._backend.result_of(metric)
+            names = sorted(result) if isinstance(result, dict) else [metric.name]
+            found.update((name, MetricResult(metric, i)) for i, name in enumerate(names))
+        return found
 
     def so_far(self, totals: LogTotals, count: Any) -> dict[str, Any]:
         """Return this replica's logs, times `count`: metrics as they are, else the sums."""
-        results = self._backend.results(self._model)
-        metrics = results.keys() - self._left_alone
-        times = self._backend.ops.times
-        return {
-            name: times(results[name], count) if name in metrics else value
-            for name, value in totals.values.items()
-        }
+        ops = self._backend.ops
+        metrics = {id(one.metric): one.metric for one in self._sources if one is not None}
+        results = {k: ops.flatten(self._backend.result_of(m)) for k, m in metrics.items()}
+        values = [
+            value if one is None else ops.times(results[id(one.metric)][one.position], count)
+            for value, one in zip(ops.flatten(totals.values), self._sources)
+        ]
+        return ops.pack(totals.values, values)
+
+    def divided(self, values: dict[str, Any], count: Any) -> dict[str, Any]:
+        """Return logs, given what `so_far` returned, added up over replicas."""
+        ops = self._backend.ops
+        logs = [
+            value.values if is_rows else ops.divided(value, count)
+            for value, is_rows in zip(ops.flatten(values), self._is_rows)
+        ]
+        return ops.pack(values, logs)
 
     def close(
         self, totals: LogTotals, count: Any, *, is_known: bool
@@ -99,7 +177,10 @@ class BatchLogs:
             ops.divided(number, loss_weight if of_loss else count)
             for number, (_, _, of_loss) in zip(totals.numbers, self._tracked)
         ]
-        weights = [count if by_samples else ops.ones() for by_samples in self._by_samples]
+        weights = [
+            own if own is not None else count if by_samples else ops.ones()
+            for own, by_samples in zip(totals.weights, self._by_samples)
+        ]
         replicas = self._backend.replicas(self._model)
 
         def local(numbers: list[Any], weights: list[Any]) -> None:
@@ -108,27 +189,28 @@ class BatchLogs:
                 metric.update_state(number, sample_weight=weight / replicas)
 
         self._backend.on_replicas(self._model, local, numbers, weights)
-        logs = {name: ops.divided(value, count) for name, value in totals.values.items()}
+        logs = self.divided(totals.values, count)
         results = self._results(metrics, numbers, weights)
-        logs.update((name, results[name]) for name in logs.keys() & results.keys())
-        return logs
+        leaves = [
+            value if one is None else results.get(id(one.metric), value)
+            for value, one in zip(ops.flatten(logs), self._sources)
+        ]
+        return ops.pack(logs, leaves)
 
     def _results(
         self, metrics: list[list[Any]], numbers: list[Any], weights: list[Any]
-    ) -> dict[str, Any]:
-        """Return the results of metrics that have just been updated.
+    ) -> dict[int, Any]:
+        """Return the results of metrics that have just been updated, by their `id`.
 
         They are worked out from the totals and counts before, over all replicas: reading them
         would be another reduction.
         """
         ops = self._backend.ops
-        last = {metric.name: metric for metric in self._model.metrics}
-        sums: dict[str, tuple[Any, Any]] = {}
+        sums: dict[int, tuple[Any, Any]] = {}
         for (metric, _, _), (total, count), number, weight in zip(
             self._tracked, metrics, numbers, weights
         ):
-            if last.get(metric.name) is metric:
-                total, count = sums.get(metric.name, (total, count))
-                number, weight = ops.like(number, total), ops.like(weight, total)
-                sums[metric.name] = total + number * weight, count + weight
-        return {name: ops.divided(total, count) for name, (total, count) in sums.items()}
+            total, count = sums.get(id(metric), (total, count))
+            number, weight = ops.like(number, total), ops.like(weight, total)
+            sums[id(metric)] = total + number * weight, count + weight
+        return {key: ops.divided(total, count) for key, (total, count) in sums.items()}

@@ -8,6 +8,7 @@ from typing import Any, Iterator
 from bigbatch.backends.keras import optimizers_of
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.microbatch import CountsNeededError
 from bigbatch.engine.trainer import Trainer
 
 _WHOLE = 2**31 - 1
@@ -228,7 +229,9 @@ class Batches:
             self._types, self._lengths = iterator.element_spec, Lengths.DECLARED
             if trainer.planning.is_done:
                 self._prepare(trainer)
-                if phases.is_planned and not self._holds(trainer):
+                # Eagerly a batch is needed once more if it shows that all have to be counted.
+                is_eager = trainer.model.run_eagerly
+                if phases.is_planned and not self._holds(trainer) and not is_eager:
                     done = self._add_next(trainer, iterator, wanted)
                     self._logs = phases.logs_so_far()
                     return done
@@ -245,13 +248,20 @@ class Batches:
         else:
             if not self._filled:
                 phases.begin()
-            phases.add(data, None, self._weight(trainer))
+            try:
+                phases.add(data, None, self._weight(trainer))
+            except CountsNeededError:
+                phases.begin_to_count(data, is_open=self._filled > 0)
+                self._held.append(data)
+                self._logs = trainer.backend.results(trainer.model)
+                return 1
             self._logs = phases.logs_so_far()
         return 1
 
     def _prepare(self, trainer: Trainer) -> None:
         """Trace a micro-batch, and what runs it, for all batches of the data set."""
-        is_new = trainer.phases.prepare(self._types, self._lengths, None)
+        is_open = self._filled > 0 and not self._held
+        is_new = trainer.phases.prepare(self._types, self._lengths, None, is_open=is_open)
         if is_new and trainer.phases.full_batch_loss is None:
             trainer.trace_micro_batch(self._types)
 

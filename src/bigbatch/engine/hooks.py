@@ -34,7 +34,7 @@ class _Hooks:
         self._model = model
         self.setting = setting
         self._fit_arguments: dict[str, Any] | None = None
-        self._is_quiet = False
+        self._is_quiet = self._is_eager = False
         self._backend = backend_of(model)
         self.is_fitting = False
         """Whether `fit` is running."""
@@ -142,10 +142,12 @@ class _Hooks:
     def make_train_function(self, force: bool = False) -> Any:
         model = self._model
         if model.train_function is None or force:
-            _check_optimizers(model)
+            check_optimizers(model)
             if self.trainer is not None:
                 self.trainer.flush()  # what `train_on_batch` has left open
-            self.trainer = self.setting.trainer(model, self._say)
+            with self._backend.eager_if_asked(model):
+                self.trainer = self.setting.trainer(model, self._say)
+                self._is_eager = model.run_eagerly
             model.train_function = self.train
         assert self.trainer is not None
         self.trainer.feed.batches_per_epoch = self.batches_per_epoch
@@ -153,6 +155,10 @@ class _Hooks:
 
     def train(self, iterator: Any) -> dict[str, Any]:
         self.is_training = True
+        with self._backend.eager_if_asked(self._model):
+            is_other = self._model.run_eagerly != self._is_eager
+        if is_other:  # `tf.config.run_functions_eagerly` has been called since
+            self.make_train_function(force=True)
         assert self.trainer is not None
         with self._backend.training(self, self._model, iterator) as batches:
             self.logs = dict(self.trainer.train(batches))
@@ -272,7 +278,8 @@ def _lost_worker(error: BaseException) -> ContextError:
     )
 
 
-def _check_optimizers(model: Any) -> None:
+def check_optimizers(model: Any) -> None:
+    """Raise if an optimizer that a model has by now accumulates by itself."""
     for optimizer in optimizers_of(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if getattr(inner, "gradient_accumulation_steps", None):

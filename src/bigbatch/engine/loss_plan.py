@@ -38,6 +38,10 @@ class LossPlan:
     """Whether a part is a sum, and its weight depends on the samples of the batch."""
     needs_denominators: bool = False
     """Whether a term divides by something that has to be counted over the batch first."""
+    is_odd: bool = False
+    """Whether tensors of a batch differ in their number of samples."""
+    is_counted: bool = False
+    """Whether the batch has been counted, if it runs eagerly."""
 
     def kind_of_term(self, position: int) -> Kind:
         """Return the kind of a loss given to `compile`; a step may compute them repeatedly."""

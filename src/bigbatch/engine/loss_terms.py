@@ -102,6 +102,8 @@ class ScalarMetric(NamedTuple):
     """Whether the batch counts as its samples, not as one; `None`: if they are known before."""
     of_loss: bool
     """Whether it is of the loss, and counts for what the loss divides by."""
+    weight: Any = None
+    """What the batch counts as, if that is neither its samples nor one; it adds up."""
 
 
 class TermRecorder:
@@ -116,6 +118,7 @@ class TermRecorder:
         replicas: what Keras multiplies terms by, before it logs them.
         can_weigh: called when a term divides by something else than samples; says whether the
             micro-batch can count for that.
+        is_odd: whether tensors of a batch differ in their number of samples.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class TermRecorder:
         *,
         replicas: int = 1,
         can_weigh: Callable[[], bool] = lambda: False,
+        is_odd: bool = False,
     ) -> None:
         self._backend = backend
         self._plan = plan
@@ -134,6 +138,7 @@ class TermRecorder:
         self._lengths = lengths
         self._replicas = replicas
         self._can_weigh = can_weigh
+        self._is_odd = is_odd
         self.denominators: list[Any] = []
         self.loss_weight: Any = None
         """What the micro-batch counts for, if not for its samples."""
@@ -215,14 +220,16 @@ class TermRecorder:
         """Update a metric, unless it is with one number: that counts once per batch.
 
         So does the loss, of which Keras tells how many samples it is of, if these are not what
-        micro-batches count for.
+        micro-batches count for: Keras counts those of the first input.
         """
         self._updated.add(id(metric))
         values = self._backend.ops.tensor(values)
-        is_once = sample_weight is None or self.loss_weight is not None
+        is_once = sample_weight is None or self._is_odd or self.loss_weight is not None
         if self._backend.ops.rank(values) == 0 and is_once:
             is_loss = sample_weight is not None
             number = ScalarMetric(metric, values, by_samples=is_loss, of_loss=is_loss)
+            if is_loss and self._is_odd:
+                number = number._replace(weight=self._backend.ops.weight(sample_weight))
             self.numbers.append(number)
         else:
             update_state(values, sample_weight=sample_weight)

@@ -34,6 +34,10 @@ _ALMOST_NOTHING = 1e-20
 """Nothing beside any number that counts, in float32 too, but not zero."""
 
 
+class CountsNeededError(Exception):
+    """A micro-batch that runs eagerly shows only now that the batch has to be counted first."""
+
+
 class MicroBatch:
     """Runs micro-batches of a model; the values that it returns add up.
 
@@ -136,6 +140,7 @@ class MicroBatch:
             self.lengths,
             replicas=self._replicas,
             can_weigh=self._can_weigh,
+            is_odd=self.plan.is_odd,
         )
 
         def weight() -> Any:  # known when the loss is
@@ -151,6 +156,7 @@ class MicroBatch:
             stack.enter_context(backend.losses_of_one_replica(model, self._replicas))
             stack.enter_context(backend.metrics_on_replicas(model))
             scaled = lambda loss: ops.times(loss, weight())  # noqa: E731
+            results = stack.enter_context(self.logs.watching())
             stack.enter_context(self._capturing.gradients(scaled, seen.take))
             logs = backend.train_step_of(model)(data)
         self.captured = captured = seen.captured
@@ -159,12 +165,14 @@ class MicroBatch:
             gradients=[one.gradients for one in captured],
             samples=samples,
             loss_weight=loss_weight,
-            logs=LogTotals({}, [], []),
+            logs=LogTotals({}, [], [], []),
             moments=[],
             statistics=self.statistics and StatisticTotals(ops.ones(), seen.squared_norms),
         )
         if self.part.gives_logs:
-            of_logs = self.logs.of_microbatch(recorder, logs, samples, loss_weight, metrics)
+            of_logs = self.logs.of_microbatch(
+                recorder, results, logs, samples, loss_weight, metrics
+            )
             totals = totals._replace(logs=of_logs, moments=moments)
         if self.part is ALL_UPDATES:
             values = logs, [one.value for one in recorder.numbers], moments, metrics
@@ -246,6 +254,8 @@ class MicroBatch:
         if denominator is ONE_PER_REPLICA:
             return context.samples / samples * replicas
         self.plan.needs_denominators = True
+        if self.model.run_eagerly and not self.plan.is_counted:
+            raise CountsNeededError
         divided = self.backend.ops.divided
         # A custom step may compute its loss more than once.
         of_batch = context.denominators[position % self.backend.number_of_terms(self.model)]

@@ -123,6 +123,7 @@ class Passes:
             count = backend.data.sample_count(data)
             part = backend.data.first_rows(data, count=size or count)
             if count:
+                first.plan.is_counted = True  # any numbers will do
                 with backend.noting_reads():
                     first.run(backend.ops.stack([1] * _CONTEXT), part)
 

@@ -14,9 +14,10 @@ from typing import Any, Callable
 from bigbatch.backends.keras import backend_of
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
 from bigbatch.engine.loss_terms import Lengths
-from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.microbatch import CountsNeededError, MicroBatch
 from bigbatch.engine.passes import Passes, PassRun
 from bigbatch.engine.totals import ReplicaTotals
+from bigbatch.errors import ContextError, explain
 
 _GRAPHS = (
     "train_batch",
@@ -113,20 +114,23 @@ class Phases:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
         return max(one.microbatch.buffer_bytes for one in self.passes)
 
-    def prepare(self, data: Any, lengths: Lengths, size: int | None) -> bool:
+    def prepare(
+        self, data: Any, lengths: Lengths, size: int | None, *, is_open: bool = False
+    ) -> bool:
         """Get ready for data, or types of data: trace a micro-batch, once for each structure.
 
         Args:
             data: a batch, or its types.
             lengths: what the micro-batches of a batch have in common.
             size: samples per micro-batch, for a model that must know them.
+            is_open: whether micro-batches of this batch have run already.
 
         Returns:
             Whether such data is new.
         """
-        if data is self._last and self._is_ready:
-            return False
         backend, model = self._backend, self._model
+        if (data is self._last and self._is_ready) or (is_open and model.run_eagerly):
+            return False  # eagerly there is nothing to trace, and copies have been taken
         self._last, data = data, backend.data.without_optionals(data)
         types = self._ops.flatten(backend.data.types_of_any_count(data))
         if self._is_ready and any(backend.data.includes(one, types) for one in self._known):
@@ -141,7 +145,9 @@ class Phases:
         if self.full_batch_loss is None:
             types = self._ops.map_structure(backend.data.type_of, data)
             self._passes.prepare(types, size, may_grow=not is_built and is_first)
-            self.needs_counts |= self._must_count(data, is_whole=lengths is Lengths.SAME)
+            self.needs_counts |= self._must_count(
+                data, is_whole=lengths is Lengths.SAME, is_built=is_built
+            )
             if self.needs_counts:
                 self._counts.prepare(types, size)
         # What only training can build is built in its first trace, and protected from then on.
@@ -167,7 +173,7 @@ class Phases:
         if not self.is_planned:
             self._passes.learn(data, size)
 
-    def _must_count(self, data: Any, *, is_whole: bool) -> bool:
+    def _must_count(self, data: Any, *, is_whole: bool, is_built: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""
         backend, model, plan = self._backend, self._model, self.microbatch.plan
         if not model.run_eagerly:
@@ -178,7 +184,8 @@ class Phases:
             return False
         if not backend.has_custom_train_step(model):
             return True
-        return self._counts.can_run(data)  # a custom step may do anything with its data
+        # A custom step may do anything with its data, and is the one to build the model.
+        return is_built and self._counts.can_run(data)
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs of the last."""
@@ -192,6 +199,31 @@ class Phases:
 
     def train_batch(self, data: Any, size: Any) -> dict[str, Any]:
         """Make one update from a batch that is all there; return the logs."""
+        try:
+            return self._train_batch(data, size)
+        except CountsNeededError:
+            self.begin_to_count(data)
+            return self._train_batch(data, size)
+
+    def begin_to_count(self, data: Any, *, is_open: bool = False) -> None:
+        """Count batches from now on; that of `data` has shown that it must be, eagerly.
+
+        `is_open` says whether other micro-batches of its batch have run already.
+        """
+        self.rollback.restore()
+        if is_open or self.needs_counts or not self._counts.can_run(data):
+            raise ContextError(
+                explain(
+                    received="run_eagerly=True, and a train_step whose loss divides by a mask "
+                    "or the sum of sample weights",
+                    expected="a batch (x, y, sample_weight) that the model can be called with, "
+                    "to count these before the first micro-batch runs",
+                    fix="leave run_eagerly=True out",
+                )
+            )
+        self.needs_counts = True
+
+    def _train_batch(self, data: Any, size: Any) -> dict[str, Any]:
         backend, model, full = self._backend, self._model, self.full_batch_loss
         data = backend.data.without_optionals(data)
         self.learn(data, size)
@@ -283,6 +315,8 @@ class Phases:
         """
         ops = self._ops
 
+        self.microbatch.plan.is_counted = self.needs_counts
+
         def local(data: Any, size: Any, length: Any) -> None:
             count = self._backend.data.sample_count(data)
             self._is_known = isinstance(count, int)
@@ -308,8 +342,9 @@ class Phases:
 
         replicas = self._backend.on_replicas(self._model, logs)
         results = self._backend.local_results(self._model, replicas)
-        values, samples = ops.map_structure(lambda *parts: sum(parts), *results)
-        return {name: ops.divided(value, samples) for name, value in values.items()}
+        add = functools.partial(functools.reduce, ops.added)
+        values, samples = ops.map_structure(lambda *parts: add(parts), *results)
+        return self.microbatch.logs.divided(values, samples)
 
     def finish(self, *, is_whole: bool, number: int = 0) -> dict[str, Any]:
         """Make the updates of a pass; return the logs, if it is the last.

@@ -70,6 +70,11 @@ class Planning:
             return
         backend, model = self._backend, self._model
         data = backend.data.as_tensors(backend.data.without_optionals(data))
+        if not backend.data.can_be_cut(model.distribute_strategy, data):
+            # A few rows of each tensor would not belong together.
+            self._phases.microbatch.plan.is_odd = True
+            self.conclude()
+            return
         is_built = backend.build(model, data)
         if backend.has_custom_train_step(model) and not (is_built and model.built):
             self.conclude()  # its data may be nothing that can be called

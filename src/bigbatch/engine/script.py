@@ -33,30 +33,98 @@ def run_script(path: str, arguments: Sequence[str], setting: dict[str, Any]) -> 
                 fix="pass the path of a file: bigbatch run train.py --microbatch-size auto",
             )
         )
+    names = {"__file__": str(script), "__builtins__": __builtins__}
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        return compile(script.read_bytes(), str(script), "exec", dont_inherit=True), names
+
+    return _run(load, path, str(script.parent), arguments, setting)
+
+
+def run_module(name: str, arguments: Sequence[str], setting: dict[str, Any]) -> int:
+    """Run a module as `python -m` does, with what `run_script` does.
+
+    Returns:
+        The exit code it would have had.
+    """
+
+    def load() -> tuple[Any, dict[str, Any]]:
+        spec = _spec_of(name)
+        loader: Any = spec and spec.loader
+        if spec is None or not hasattr(loader, "get_code"):
+            raise ArgumentError(
+                explain(
+                    received=f"-m {name}",
+                    expected="a module, or a package with a module __main__, that can be "
+                    "imported here",
+                    fix="bigbatch run -m package.module --microbatch-size auto, in the "
+                    "directory that holds the package",
+                )
+            )
+        names = {"__spec__": spec, "__loader__": loader, "__package__": spec.parent}
+        sys.argv[0] = str(spec.origin)
+        return loader.get_code(spec.name), {**names, "__file__": spec.origin}
+
+    return _run(load, "-m", str(Path.cwd()), arguments, setting)
+
+
+def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Return where a module is, or that which runs for a package; `None` if there is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # something that the package itself imports
+        return None
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    return _spec_of(f"{name}.__main__") if is_package else spec
+
+
+def _run(
+    load: Callable[[], tuple[Any, dict[str, Any]]],
+    path: str,
+    directory: str,
+    arguments: Sequence[str],
+    setting: dict[str, Any],
+) -> int:
+    """Run what `load` returns, code and names, as the main module; return the exit code."""
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=str(script), __builtins__=__builtins__)
     before = sys.modules["__main__"], sys.argv, sys.path[:]
     fits: list[Any] = []
     finder = _AfterImport("keras", functools.partial(_patch, setting, fits.append))
     sys.modules["__main__"], sys.argv = main, [path, *arguments]
-    sys.path.insert(0, str(script.parent))
+    sys.path.insert(0, directory)
     sys.meta_path.insert(0, finder)
+    file = ""
     try:
-        code = compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+        code, names = load()
+        file = names["__file__"]
+        main.__dict__.update(names)
         exec(code, main.__dict__)
+    except ArgumentError:
+        if not file:
+            raise  # there is nothing to run
+        return _failed(file)
     except SystemExit as leave:
         if not isinstance(leave.code, (int, type(None))):
             print(leave.code, file=sys.stderr)
         return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
-    except BaseException as error:
-        traceback.print_exception(type(error), error, _frames_of_script(error, str(script)))
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    except BaseException:
+        return _failed(file or path)
     finally:
         sys.meta_path.remove(finder)
         sys.modules["__main__"], sys.argv, sys.path[:] = before
     if not fits:
         print("bigbatch: the script has not called fit() of a Keras 3 model", file=sys.stderr)
     return 0
+
+
+def _failed(path: str) -> int:
+    """Print the error that is being handled as Python would; return the exit code."""
+    kind, error, _ = sys.exc_info()
+    assert error is not None
+    traceback.print_exception(kind, error, _frames_of_script(error, path))
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _patch(setting: dict[str, Any], note: Callable[[Any], None], keras: Any) -> None:

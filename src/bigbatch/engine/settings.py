@@ -60,7 +60,7 @@ class Setting:
         if self.microbatch_size == AUTO:
             return
         if self.microbatch_size is not None:
-            positive_integer(self.microbatch_size, "microbatch_size")
+            positive_integer(self.microbatch_size, "microbatch_size", or_auto=True)
         else:
             window_length(self.accumulation_steps, updates=0)
 

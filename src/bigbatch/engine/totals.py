@@ -28,11 +28,13 @@ class LogTotals(NamedTuple):
     """What micro-batches log, times what they count for."""
 
     values: dict[str, Any]
-    """What `train_step` returned, by name."""
+    """What `train_step` returned, by name; dicts may stand in dicts."""
     numbers: list[Any]
     """The numbers with which metrics are updated once per batch."""
     batch_metrics: list[Any]
     """What `BatchMetrics` keep until the batch is complete."""
+    weights: list[Any]
+    """What the batch counts as in each of them; `None` where it is its samples, or one."""
 
 
 class StatisticTotals(NamedTuple):

@@ -50,12 +50,12 @@ class Trainer:
 
     def train(self, iterator: Any) -> dict[str, Any]:
         """Train on the next batches of `iterator`, as `fit` asks; return the logs."""
-        with self._protected():
+        with self.backend.eager_if_asked(self.model), self._protected():
             return self.feed.train(self, iterator)
 
     def flush(self) -> dict[str, Any] | None:
         """Make an update of what the feed has begun; return the logs, if there was anything."""
-        with self._protected():
+        with self.backend.eager_if_asked(self.model), self._protected():
             return self.feed.flush(self)
 
     def roll_back(self) -> None:
@@ -71,10 +71,13 @@ class Trainer:
             yield
         except self.backend.data.END_OF_DATA:
             raise
-        except BaseException:
+        except BaseException as error:
             if self.phases.rollback is not None:
                 self.phases.rollback.restore()
             self.feed.forget()
+            explained = self.backend.explained(error)
+            if explained is not None:
+                raise explained from error
             raise
 
     def train_on(self, data: Any, size: int, types: Any = None) -> dict[str, Any]:

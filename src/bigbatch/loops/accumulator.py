@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.backends.tensorflow.compat import outside_strategy_scope
+from bigbatch.backends.tensorflow.compat import eagerly, outside_strategy_scope, under_xla
 from bigbatch.backends.tensorflow.optimizers import adapted
 from bigbatch.backends.tensorflow.sparse_rows import has_repeated_rows
 from bigbatch.core.window import AccumulationSteps, is_full, window_length
@@ -103,6 +103,21 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         self._window = GradientWindow(self._variables, first_length)
         self._graphs: dict[Any, Any] = {}
 
+    def __repr__(self) -> str:
+        """Say what is accumulated, for whom, and how far the window is."""
+        steps = getattr(self._accumulation_steps, "__name__", self._accumulation_steps)
+        count = len(self._variables)
+        numbers = sum(tf.TensorShape(one.shape).num_elements() for one in self._variables)
+        window = ""
+        if tf.executing_eagerly():
+            done, length = self._window.micro_batches_now(), self._window.length_now()
+            of = f"{done} of {length}" if length else f"{done}"
+            window = f", {of} micro-batch{'es' * ((length or done) != 1)}"
+        return (
+            f"<{type(self).__name__} for {self._optimizer.name}, accumulation_steps={steps}, "
+            f"{count} variable{'s' * (count != 1)} ({numbers:,} numbers){window}>"
+        )
+
     @property
     def step(self) -> Any:
         """The number of micro-batches in the window so far, a scalar tensor."""
@@ -195,7 +210,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     def serialize(self) -> bytes:
         """Return the state as bytes; called by `tf.train.Checkpoint`."""
         file = io.BytesIO()
-        np.savez(file, **self._window.snapshot())
+        with eagerly():  # `tf.saved_model.save` asks while it builds a graph
+            np.savez(file, **self._window.snapshot())
         return file.getvalue()
 
     def deserialize(self, string_value: bytes) -> None:
@@ -248,6 +264,14 @@ class GradientAccumulator(tf.train.experimental.PythonState):
 
     def _foreseen_update(self, kinds: tuple[int, ...]) -> Any:
         if callable(self._accumulation_steps):
+            if under_xla():
+                raise ContextError(
+                    explain(
+                        received="a schedule as accumulation_steps inside jit_compile=True",
+                        expected="a number: XLA cannot call the schedule, which is Python",
+                        fix="call apply_when_full() after the compiled function, not in it",
+                    )
+                )
             updates = self._window.updates.read_value() + 1
             length = tf.numpy_function(self._length_after, [updates], tf.int64)
         else:
@@ -258,6 +282,9 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         return True
 
     def _unforeseen_update(self) -> Any:
+        if under_xla():
+            # Which can neither call Python nor fail: the window is left for a call outside.
+            return tf.constant(False)
         if self._window.strategy.num_replicas_in_sync > 1:
             message = (
                 "bigbatch: the window holds gradients of variables that had none when this "

@@ -117,7 +117,8 @@ def value_and_gradients(
 
     if microbatch_size == AUTO:
         return auto_size(loss_fn, forward, variables, compute)(Batch(batch, may_be_empty=False))
-    return compute(batch, positive_integer(microbatch_size, "microbatch_size"))
+    size = positive_integer(microbatch_size, "microbatch_size", or_auto=True)
+    return compute(batch, size)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -7,7 +7,7 @@ import pytest
 import bigbatch
 from fit_cases import DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS
 
-from stack import keras
+from stack import IS_KERAS_3, keras
 
 
 class Counting(keras.Sequential):
@@ -52,9 +52,17 @@ def test_masks(mode):
 
 
 def test_a_model_that_is_built_by_its_first_batch(mode):
+    """Traces that make its variables, and one that adds up their gradients; then no other."""
+    setting, size = MODES[mode]
     model = Counting([keras.layers.Dense(3)])
-    fit(model, DENSE_X, DENSE_Y, *MODES[mode])
-    assert Counting.traces == 1
+    model.compile("adam", "mse")
+    bigbatch.accumulate(model, **setting)
+    model.fit(DENSE_X[:21], DENSE_Y[:21], batch_size=size, verbose=0)
+    first = Counting.traces
+    assert first <= (3 if IS_KERAS_3 else 1)
+    for rows in (50, 33):
+        model.fit(DENSE_X[:rows], DENSE_Y[:rows], batch_size=size, epochs=2, verbose=0)
+    assert Counting.traces == first
 
 
 def test_two_replicas(mode, mirrored):

@@ -120,9 +120,12 @@ class Keras2(Keras2Fit, TensorFlowBackend):
     def results(self, model: Any) -> dict[str, Any]:
         results: dict[str, Any] = {}
         for metric in model.metrics:
-            result = _local_result(metric)()
+            result = self.result_of(metric)
             results.update(result if isinstance(result, dict) else {metric.name: result})
         return results
+
+    def result_of(self, metric: Any) -> Any:
+        return _local_result(metric)()
 
     @contextlib.contextmanager
     def metrics_on_replicas(self, model: Any) -> Iterator[None]:

@@ -83,7 +83,8 @@ class Accumulation:
             return
 
         def local(data: Any) -> Any:
-            self._traced(self._batch(data), size)
+            # Where it is to be cut, that is checked when it is.
+            self._traced(self._batch(data, is_whole=True), size)
             return tf.zeros([])
 
         function = tf.function(lambda data: self._strategy.run(local, (data,)), autograph=False)
@@ -124,7 +125,7 @@ class Accumulation:
 
     def add(self, context: Any, data: Any, size: Any = None) -> None:
         """Run micro-batches of `size` samples, or one of all of them, and add them up."""
-        batch = self._batch(data)
+        batch = self._batch(data, is_whole=size is None)
         if self._python is not None:
             self._add_eagerly(context, batch, size)
             return
@@ -142,11 +143,11 @@ class Accumulation:
 
         def body(start: Any) -> Any:
             rows = tf.minimum(each, count - start)
-            run(micro, start, batch.rows(start, rows))
+            run(micro, start, batch.leaves if size is None else batch.rows(start, rows))
             return start + rows
 
         if not micro.is_any_size:
-            most = self._known_size or batch.count
+            most = batch.count if size is None else self._known_size or batch.count
             for start in range(0, batch.count, most):
                 rows = min(most, batch.count - start)
                 run(self._traced(batch, rows), start, batch.rows(start, rows))
@@ -165,7 +166,7 @@ class Accumulation:
 
     def change_once(self, context: Any, data: Any, size: Any = None) -> None:
         """Run one micro-batch, of which nothing is left but what changes once per batch."""
-        batch = self._batch(data)
+        batch = self._batch(data, is_whole=size is None)
         micro = self._traced(batch, self._known_size)
         count = tf.convert_to_tensor(batch.count)
         rows = count if size is None else tf.minimum(tf.cast(size, count.dtype), count)
@@ -174,7 +175,8 @@ class Accumulation:
         values = [(one, one.read_value()) for one in others]
         for variable in micro.once:
             variable.assign(self._before(variable))
-        micro.results(tf.zeros([], tf.int64), batch.rows(0, rows), [context])
+        leaves = batch.leaves if size is None else batch.rows(0, rows)
+        micro.results(tf.zeros([], tf.int64), leaves, [context])
         for variable, value in values:
             variable.assign(value)
 
@@ -191,8 +193,9 @@ class Accumulation:
             sums = micro.packed(self._stored.values())
         return self._rows.together(sums, self._microbatches.read_value())
 
-    def _batch(self, data: Any) -> Batch:
-        return Batch((data,), may_be_empty=self._strategy.num_replicas_in_sync > 1)
+    def _batch(self, data: Any, *, is_whole: bool) -> Batch:
+        several = self._strategy.num_replicas_in_sync > 1
+        return Batch((data,), may_be_empty=several, is_whole=is_whole)
 
     def _first_trace(self) -> TracedMicrobatch:
         """Return a trace that tells what `compute` returns."""
@@ -207,8 +210,7 @@ class Accumulation:
         for micro, its_types in traces:
             if micro.fits(known) and includes(its_types, types):
                 return micro
-        kept = self._kept()
-        micro = traced(self._rows, batch, known, self._jit_compile, kept, [_CONTEXT])
+        micro = traced(self._rows, batch, known, self._jit_compile, self._kept, [_CONTEXT])
         here = functools.partial(on_this_replica, self._strategy)
         micro.once, micro.changed = list(map(here, micro.once)), list(map(here, micro.changed))
         micro.kept = list(map(here, micro.kept))
@@ -225,8 +227,7 @@ class Accumulation:
         size = size or max(count, 1)
         told = Told()
         if count:
-            kept = self._kept()
-            told = self._eager_trace.of(self._rows, batch, kept, [_CONTEXT])
+            told = self._eager_trace.of(self._rows, batch, self._kept, [_CONTEXT])
             self.once.update((id(variable), variable) for variable in told.once)
         before = int(self._samples.read_value())
         for start in range(0, count, size):
@@ -234,7 +235,8 @@ class Accumulation:
             for variable in told.once:
                 variable.assign(self._before(variable))
             with drawing(MicrobatchRows(before + start, rows, places=told.places)):
-                arguments = batch.arguments(batch.rows(start, rows))
+                leaves = batch.leaves if rows == count else batch.rows(start, rows)
+                arguments = batch.arguments(leaves)
                 results = self._rows.parted(self._rows.compute(context, *arguments))
             self._python.add(results)
             del results

@@ -1,8 +1,10 @@
-"""A batch: a nest of tensors that share their first dimension, and its slices."""
+"""A batch: a nest of tensors, and its slices if they share their first dimension."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections import Counter
+from typing import Any, Iterator
 
 import tensorflow as tf
 
@@ -16,15 +18,21 @@ class Batch:
     (no sample weights, say) are passed through.
 
     Args:
-        nest: tensors, arrays or ragged tensors in any nest of tuples, lists and dicts.
+        nest: tensors, arrays, ragged or sparse tensors in any nest of tuples, lists and dicts.
         may_be_empty: whether zero samples are allowed, as they are on a replica.
+        is_whole: whether it is never cut: then tensors may differ in their first dimension,
+            as those of atoms and molecules do, and numbers are allowed.
     """
 
-    def __init__(self, nest: Any, *, may_be_empty: bool) -> None:
+    def __init__(self, nest: Any, *, may_be_empty: bool, is_whole: bool = False) -> None:
         self._arguments = tuple(nest) if type(nest) in (tuple, list) else (nest,)
         self.may_be_empty = may_be_empty
         self.leaves = [_as_tensor(leaf) for leaf in tf.nest.flatten(self._arguments)]
-        self.count: Any = self._checked_count()
+        if not is_whole:
+            _refuse_numbers(self.leaves)
+        has_count = any(leaf is not None and leaf.shape.rank != 0 for leaf in self.leaves)
+        is_free = is_whole and has_count
+        self.count: Any = sample_count(self.leaves) if is_free else self._checked_count()
         """The number of samples: an `int` if it is known now, else a scalar tensor."""
 
     def arguments(self, leaves: list[Any]) -> tuple[Any, ...]:
@@ -33,41 +41,55 @@ class Batch:
 
     def rows(self, start: Any, size: Any) -> list[Any]:
         """Return `size` samples of every leaf, beginning with sample `start`."""
-        return [_rows(leaf, start, size) for leaf in self.leaves]
+        if self._is_all(size):
+            return self.leaves
+        return [rows_of(leaf, start, size) for leaf in self.leaves]
 
     def specs(self, size: int | None) -> list[Any]:
         """Return the type of every leaf of a micro-batch of `size` samples (`None`: any)."""
-        return [_spec(leaf, size) for leaf in self.leaves]
+        types = [
+            None if leaf is None else tf.type_spec_from_value(leaf) for leaf in self.leaves
+        ]
+        if self._is_all(size):
+            return types
+        return [None if one is None else with_count(one, size) for one in types]
+
+    def _is_all(self, size: Any) -> bool:
+        return isinstance(size, int) and isinstance(self.count, int) and size == self.count
 
     def specs_of_arguments(self) -> tuple[Any, ...]:
         """Return the types of a micro-batch as the user's function gets it."""
         return self.arguments(self.specs(None))
 
     def _checked_count(self) -> Any:
-        leaves = [leaf for leaf in self.leaves if leaf is not None]
-        known = {count for count in map(_static_count, leaves) if count is not None}
-        if not leaves or len(known) > 1 or (known == {0} and not self.may_be_empty):
-            shapes = ", ".join(str(leaf.shape) for leaf in leaves) or "no tensors"
+        # A single argument, as of `train_step`, needs no number to be told from others.
+        single = len(self._arguments) == 1
+        names = list(_names(self._arguments[0] if single else self._arguments, "batch"))
+        leaves = {n: leaf for n, leaf in zip(names, self.leaves) if leaf is not None}
+        static = {name: _static_count(leaf) for name, leaf in leaves.items()}
+        known = Counter(count for count in static.values() if count is not None)
+        count = known.most_common(1)[0][0] if known else None
+        odd = [name for name, one in static.items() if one not in (None, count)]
+        if not leaves or (count == 0 and not self.may_be_empty):
+            shapes = ", ".join(str(leaf.shape) for leaf in leaves.values()) or "no tensors"
+            raise ArgumentError(_explained(f"a batch of {shapes}"))
+        if odd:
             raise ArgumentError(
-                explain(
-                    received=f"a batch of {shapes}",
-                    expected="tensors that all have the same, non-zero number of samples "
-                    "(the first dimension)",
-                    fix="slice or stack the tensors of the batch to one length",
-                )
+                _explained(f"{odd[0]} with {static[odd[0]]} samples in a batch of {count}")
             )
-        unknown = [leaf for leaf in leaves if _static_count(leaf) is None]
+        unknown = {name: leaf for name, leaf in leaves.items() if static[name] is None}
         if not unknown:
-            return known.pop()
+            return count
         # What tracing cannot know is asserted when the graph runs.
-        count = tf.constant(known.pop()) if known else _dynamic_count(unknown.pop())
+        if count is None:
+            name = next(reversed(unknown))
+            count = _dynamic_count(unknown.pop(name))
+        count = tf.convert_to_tensor(count)
         checks = [
             tf.debugging.assert_equal(
-                _dynamic_count(leaf),
-                count,
-                message="bigbatch: the tensors of a batch differ in their number of samples",
+                _dynamic_count(leaf), count, message=f"bigbatch: {name} {DIFFERS}"
             )
-            for leaf in unknown
+            for name, leaf in unknown.items()
         ]
         if not self.may_be_empty:
             checks.append(
@@ -77,33 +99,77 @@ class Batch:
             return tf.identity(count)
 
 
+DIFFERS = "differs from other tensors of the batch in its number of samples"
+"""What is said of a tensor when a graph runs that cannot cut a batch."""
+
+
+def _explained(received: str) -> str:
+    return explain(
+        received=received,
+        expected="tensors that all have the same, non-zero number of samples (the first "
+        "dimension), of which a micro-batch can be cut",
+        fix="slice or stack the tensors of the batch to one length; or pass accumulation_steps "
+        "in place of microbatch_size: each batch of the data set is a micro-batch, and not cut",
+    )
+
+
+def cannot_be_cut(message: str) -> str | None:
+    """Return an error text for what a running graph said of a batch, if it is about that."""
+    if DIFFERS not in message:
+        return None
+    name = message.split(f" {DIFFERS}")[0].split("bigbatch: ")[-1]
+    counts = [int(found) for found in re.findall(r"\[(\d+)\]", message.split(DIFFERS)[1])[:2]]
+    sizes = f" with {counts[0]} samples in a batch of {counts[1]}" if len(counts) == 2 else ""
+    return _explained(f"{name}{sizes}")
+
+
+def _names(nest: Any, name: str) -> Iterator[str]:
+    """Yield how to reach each leaf of a nest, in the order in which it is flattened."""
+    if isinstance(nest, dict):
+        for key in sorted(nest):
+            yield from _names(nest[key], f"{name}[{key!r}]")
+    elif isinstance(nest, (tuple, list)):
+        for index, one in enumerate(nest):
+            yield from _names(one, f"{name}[{index}]")
+    else:
+        yield name
+
+
+def _refuse_numbers(leaves: list[Any]) -> None:
+    for leaf in leaves:
+        if leaf is not None and leaf.shape.rank == 0:
+            value = tf.get_static_value(leaf)
+            raise ArgumentError(
+                explain(
+                    received=f"a batch with a scalar leaf, {leaf if value is None else value}",
+                    expected="tensors whose first dimension counts the samples",
+                    fix="close over the scalar in loss_fn, or repeat it once per sample",
+                )
+            )
+
+
 def _as_tensor(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, tf.RaggedTensor):
+    if leaf is None or isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
         return leaf
     try:
-        tensor = tf.convert_to_tensor(leaf)
+        return tf.convert_to_tensor(leaf)
     except (ValueError, TypeError) as error:
         raise ArgumentError(
             explain(
                 received=f"a batch with a leaf of type {type(leaf).__name__}",
-                expected="tensors, arrays or ragged tensors",
+                expected="tensors, arrays, ragged or sparse tensors",
                 fix="convert the leaf with tf.convert_to_tensor or np.asarray",
             )
         ) from error
-    if tensor.shape.rank == 0:
-        raise ArgumentError(
-            explain(
-                received=f"a batch with a scalar leaf, {leaf!r}",
-                expected="tensors whose first dimension counts the samples",
-                fix="close over the scalar in loss_fn, or repeat it once per sample",
-            )
-        )
-    return tensor
 
 
 def sample_count(nest: Any) -> Any:
-    """Return the number of samples of checked tensors: an `int` if known, else a tensor."""
-    leaf = next(leaf for leaf in tf.nest.flatten(nest) if leaf is not None)
+    """Return the number of samples of tensors: an `int` if known, else a tensor.
+
+    That of the last tensor, should they differ: targets come after what they are of.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
+    leaf = next(leaf for leaf in reversed(leaves) if leaf.shape.rank != 0)
     static = _static_count(leaf)
     return _dynamic_count(leaf) if static is None else static
 
@@ -115,12 +181,21 @@ def _static_count(leaf: Any) -> int | None:
 def _dynamic_count(leaf: Any) -> Any:
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(out_type=tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
     return tf.shape(leaf)[0]
 
 
-def _rows(leaf: Any, start: Any, size: Any) -> Any:
+def rows_of(leaf: Any, start: Any, size: Any) -> Any:
+    """Return `size` samples of a leaf of a batch, beginning with sample `start`."""
     if leaf is None:
         return None
+    if isinstance(leaf, tf.SparseTensor):
+        inner = leaf.dense_shape[1:]
+        first, count = ([tf.cast(number, tf.int64)] for number in (start, size))
+        return tf.sparse.slice(
+            leaf, tf.concat([first, tf.zeros_like(inner)], 0), tf.concat([count, inner], 0)
+        )
     if isinstance(leaf, tf.RaggedTensor):
         return leaf[start : start + size]
     if isinstance(start, int) and isinstance(size, int):
@@ -136,14 +211,16 @@ def _rows(leaf: Any, start: Any, size: Any) -> Any:
     return rows
 
 
-def _spec(leaf: Any, size: int | None) -> Any:
-    if leaf is None:
-        return None
-    if isinstance(leaf, tf.RaggedTensor):
-        shape = [size, *leaf.shape[1:]]
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    shape = leaf.shape if leaf.shape.rank is None else [size, *leaf.shape[1:]]
-    return tf.TensorSpec(shape, leaf.dtype)
+def with_count(spec: Any, size: int | None) -> Any:
+    """Return the type of a leaf of a batch, for another number of samples (`None`: any)."""
+    if not spec.shape.rank:
+        return spec
+    shape = [size, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
+    if isinstance(spec, tf.SparseTensorSpec):
+        return tf.SparseTensorSpec(shape, spec.dtype)
+    return tf.TensorSpec(shape, spec.dtype)
 
 
 def includes(types: list[Any], others: list[Any]) -> bool:

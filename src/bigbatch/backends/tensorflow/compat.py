@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterator
 import tensorflow as tf
 from tensorflow.python.client import device_lib
 from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.eager import context
 from tensorflow.python.ops import (
     control_flow_util,
     control_flow_v2_func_graphs,
@@ -34,6 +35,11 @@ def under_xla() -> bool:
     return not tf.executing_eagerly() and bool(
         control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     )
+
+
+def eagerly() -> contextlib.AbstractContextManager[None]:
+    """Return a block whose code runs eagerly, also while a graph is being built."""
+    return context.eager_mode()
 
 
 def function_graph(graph: Any, call: Any, name: str = "f") -> Any:

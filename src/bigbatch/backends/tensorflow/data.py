@@ -9,9 +9,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.backends.tensorflow.batch import includes, sample_count
+from bigbatch.backends.tensorflow.batch import (
+    Batch,
+    includes,
+    rows_of,
+    sample_count,
+    with_count,
+)
 from bigbatch.backends.tensorflow.compat import per_replica_types
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after
+from bigbatch.errors import ArgumentError
 
 __all__ = ["includes", "sample_count"]  # what else there is, is defined here
 
@@ -173,22 +180,25 @@ def with_any_count(leaf: Any) -> Any:
     parts = per_replica_types(leaf)
     if parts:
         return type(leaf)(*map(with_any_count, parts))
-    shape = [None, *leaf.shape[1:]]
-    if isinstance(leaf, tf.RaggedTensorSpec):
-        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits_dtype)
-    return tf.TensorSpec(shape, leaf.dtype)
+    return with_count(leaf, None)
 
 
 def first_rows(data: Any, count: int) -> Any:
     """Return the first `count` samples of a batch."""
-    return tf.nest.map_structure(lambda leaf: None if leaf is None else leaf[:count], data)
+    return tf.nest.map_structure(lambda leaf: rows_of(as_tensor(leaf), 0, count), data)
 
 
 def joined(*batches: Any) -> Any:
     """Return several batches as one."""
-    return tf.nest.map_structure(
-        lambda *leaves: None if leaves[0] is None else tf.concat(leaves, 0), *batches
-    )
+
+    def concatenated(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
+        if isinstance(leaves[0], tf.SparseTensor):
+            return tf.sparse.concat(0, leaves)
+        return tf.concat(leaves, 0)
+
+    return tf.nest.map_structure(concatenated, *batches)
 
 
 def as_tensors(data: Any) -> Any:
@@ -201,11 +211,34 @@ def as_fit_has_them(data: Any) -> Any:
     return tf.nest.map_structure(as_fit_has_it, data)
 
 
+def _parts(strategy: Any, data: Any) -> list[Any]:
+    """Return what each replica of this process has of a batch."""
+    data = as_tensors(without_optionals(data))
+    local = strategy.experimental_local_results
+    leaves = [local(leaf) for leaf in tf.nest.flatten(data)]  # of `None` itself, once
+    count = max(map(len, leaves))
+    parts = zip(*(leaf if len(leaf) == count else leaf * count for leaf in leaves))
+    return [tf.nest.pack_sequence_as(data, part) for part in parts]
+
+
 def largest_count(strategy: Any, data: Any) -> int:
     """Return how many samples the replica of this process with the most of them has."""
-    leaf = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
-    counts = (sample_count(part) for part in strategy.experimental_local_results(leaf))
-    return max(1, *map(int, counts))
+    return max(1, *(int(sample_count(part)) for part in _parts(strategy, data)))
+
+
+def check_can_be_cut(strategy: Any, data: Any) -> None:
+    """Raise if the tensors of a batch, which is there, differ in their number of samples."""
+    for part in _parts(strategy, data):
+        Batch((part,), may_be_empty=True)
+
+
+def can_be_cut(strategy: Any, data: Any) -> bool:
+    """Say whether all tensors of a batch have the same number of samples."""
+    try:
+        check_can_be_cut(strategy, data)
+    except ArgumentError:
+        return False
+    return True
 
 
 def bytes_of(values: Any) -> int:

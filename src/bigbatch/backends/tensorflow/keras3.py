@@ -53,16 +53,27 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
     def build(self, model: Any, data: Any) -> bool:
         """Create the state of a model, its metrics, loss and optimizer for such `data`.
 
+        What a custom `train_step` builds is known when it has run: it alone knows what layers
+        are called with. It builds them in the first trace, as with plain Keras on TensorFlow,
+        and so does a model that Keras cannot build without data. A custom `compute_loss` may
+        build layers, too: then the optimizer has to wait for their weights.
+
         Returns:
-            Whether Keras can. What it cannot build without data (no `call`, ragged inputs) is
-            built in the first trace, as Keras itself does.
+            Whether all of it is there.
         """
-        if model._distribute_strategy is None:
+        if model._distribute_strategy is not None:
+            return True  # before it is trained: `build_under_strategy`
+        is_custom = self.has_custom_train_step(model)
+        is_late = is_custom or self.uses_inputs_after_call(model)
+        if not is_custom:
+            later = replaced(model, optimizer=None) if is_late else contextlib.nullcontext()
             try:
-                model._symbolic_build(data_batch=data)
-            except (RuntimeError, AttributeError):
+                with later:
+                    model._symbolic_build(data_batch=data)
+            except Exception:  # of which training itself says more, if it fails, too
                 return False
-        return True  # under a strategy before it is trained: `build_under_strategy`
+        parts = (*model._flatten_layers(), model._compile_metrics, model._compile_loss)
+        return not is_late or all(part is None or part.built for part in parts)
 
     def build_under_strategy(self, model: Any, iterator: Any, data_batch: Any) -> None:
         """Do what the method `BUILD_BEFORE_FIT` does, from one replica's part of the data.

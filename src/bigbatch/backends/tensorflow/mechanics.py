@@ -9,7 +9,15 @@ from typing import Any, Callable, Iterable, Iterator
 import tensorflow as tf
 
 from bigbatch.backends.base import Backend
-from bigbatch.backends.tensorflow import applies, data, draws, ops, replicas, rollback
+from bigbatch.backends.tensorflow import (
+    applies,
+    data,
+    draws,
+    failures,
+    ops,
+    replicas,
+    rollback,
+)
 from bigbatch.backends.tensorflow.accumulation import Accumulation
 from bigbatch.backends.tensorflow.compat import outside_strategy_scope
 from bigbatch.backends.tensorflow.memory import Memory
@@ -41,6 +49,21 @@ class TensorFlowBackend(Backend):
         # Or TensorFlow would warn that methods of many models are traced many times.
         function = functools.partial(function)
         return tf.function(function, reduce_retracing=True, autograph=False)
+
+    @contextlib.contextmanager
+    def eager_if_asked(self, model: Any) -> Iterator[None]:
+        before = model.run_eagerly
+        if before or not tf.config.functions_run_eagerly():
+            yield
+            return
+        model.run_eagerly = True
+        try:
+            yield
+        finally:
+            model.run_eagerly = before
+
+    def explained(self, error: BaseException) -> Exception | None:
+        return failures.explained(error)
 
     def trace_now(self) -> Any:
         return tf.compat.v1.get_default_graph()
@@ -204,6 +227,12 @@ class TensorFlowBackend(Backend):
     def sample_of_many(self, samples: list[TensorFlowSample]) -> TensorFlowSample:
         first, *others = samples
         return first.with_others(others)
+
+    def rows_of_samples(self, value: Any, samples: Any) -> Any:
+        if not tf.is_tensor(value) or not value.shape.rank:
+            return None
+        known = int(samples) if tf.executing_eagerly() else None
+        return ops.rows(value) if value.shape[0] == known else None
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         return list(map(shaped, gradients, variables))

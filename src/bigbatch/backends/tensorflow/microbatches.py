@@ -52,13 +52,13 @@ def total(
         The nest that `compute` returns. Half-precision leaves come back as float32, and
         `IndexedSlices` without a `dense_shape`.
     """
-    kept = list(kept)
+    variables = list(kept)
     is_static = isinstance(batch.count, int) and isinstance(microbatch_size, int)
     if is_static and batch.count and tf.executing_eagerly():
-        return _eager_total(compute, batch, microbatch_size, begin, kept, trace)
+        return _eager_total(compute, batch, microbatch_size, begin, lambda: variables, trace)
     rows = SparseRows(compute)
     add_up = _static_total if is_static else _dynamic_total
-    sums, count = add_up(rows, batch, microbatch_size, jit_compile, begin, kept)
+    sums, count = add_up(rows, batch, microbatch_size, jit_compile, begin, lambda: variables)
     return rows.together(sums, count)
 
 
@@ -67,7 +67,7 @@ def _eager_total(
     batch: Batch,
     microbatch_size: int,
     begin: Callable[[Any], None],
-    kept: list[Any],
+    kept: Callable[[], list[Any]],
     trace: EagerTrace | None,
 ) -> Any:
     rows = SparseRows(compute)
@@ -98,7 +98,7 @@ def _static_total(
     microbatch_size: int,
     jit_compile: bool | None,
     begin: Callable[[Any], None],
-    kept: list[Any],
+    kept: Callable[[], list[Any]],
 ) -> tuple[Any, Any]:
     """Add up a batch whose size is known when the graph is traced."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)
@@ -131,7 +131,7 @@ def _dynamic_total(
     microbatch_size: Any,
     jit_compile: bool | None,
     begin: Callable[[Any], None],
-    kept: list[Any],
+    kept: Callable[[], list[Any]],
 ) -> tuple[Any, Any]:
     """Add up a batch whose size is known only when the graph runs: one trace for all."""
     whole, rest = whole_and_rest(batch.count, microbatch_size)

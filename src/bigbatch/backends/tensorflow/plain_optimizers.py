@@ -23,6 +23,11 @@ class PlainOptimizer:
         self._optimizer = optimizer
         self._variables = variables
 
+    @property
+    def name(self) -> str:
+        """The name of the kind of optimizer."""
+        return type(self._optimizer).__name__
+
     def settings(self) -> tuple[Any, ...]:
         """Return what is read while an update is traced: a trace serves as long as it is so."""
         return ()

@@ -42,7 +42,7 @@ class TensorFlowSample(Sample):
         """Return a batch of `count` samples, made of these."""
         rows = tf.range(count) % self.count
         return tf.nest.map_structure(
-            lambda leaf: leaf if leaf is None else tf.gather(leaf, rows), self.data
+            lambda leaf: leaf if leaf is None else _gathered(leaf, rows), self.data
         )
 
     def mixing_layers(self, running: Any) -> list[Any]:
@@ -193,9 +193,15 @@ def sample_of(backend: Backend, model: Any, data: Any, rows: int) -> TensorFlowS
     chosen = rows_that_differ(keys_of_rows(arrays, count), rows)
     # Gathered, which copies: a slice would keep the whole batch in memory.
     few = tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.gather(leaf, chosen), data
+        lambda leaf: None if leaf is None else _gathered(leaf, chosen), data
     )
     return TensorFlowSample(backend, model, few)
+
+
+def _gathered(leaf: Any, rows: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.sparse.from_dense(tf.gather(tf.sparse.to_dense(leaf), rows))
+    return tf.gather(leaf, rows)
 
 
 def _has_rows(leaf: Any, count: int) -> bool:

@@ -27,6 +27,8 @@ class _Part:
     """Whether every micro-batch has the same rows."""
     count: int | None
     """How many rows there are, if that is known before they are looked up."""
+    is_unique: bool = False
+    """Whether the lookup is made once for equal indices, and so would be in the full batch."""
 
 
 class SparseRows:
@@ -99,18 +101,21 @@ def has_rows(nest: Any) -> bool:
 def _parts_of(indices: Any, dependence: Dependence) -> tuple[list[Any], list[_Part]]:
     """Return indices part by part, and what there is to know of each."""
     inside = dependence.inside_now() or dependence
+
+    def kind(one: Any) -> tuple[bool, bool]:
+        is_repeated = not inside.of(one)
+        return is_repeated, not is_repeated and _is_unique(one)
+
     groups = [
-        (is_repeated, list(ones))
-        for is_repeated, ones in itertools.groupby(
-            _concatenated(indices), lambda one: not inside.of(one)
-        )
+        (kind, list(ones)) for kind, ones in itertools.groupby(_concatenated(indices), kind)
     ]
     if len(groups) == 1:
-        return [indices], [_Part(groups[0][0], None)]
+        (is_repeated, is_unique), _ = groups[0]
+        return [indices], [_Part(is_repeated, None, is_unique)]
     counts = [[one.shape[0] for one in ones] for _, ones in groups]
     parts = [
-        _Part(is_repeated, None if None in known else sum(known))
-        for (is_repeated, _), known in zip(groups, counts)
+        _Part(is_repeated, None if None in known else sum(known), is_unique)
+        for ((is_repeated, is_unique), _), known in zip(groups, counts)
     ]
     return [ones[0] if len(ones) == 1 else tf.concat(ones, 0) for _, ones in groups], parts
 
@@ -139,6 +144,14 @@ def _concatenated(indices: Any) -> list[Any]:
     return [part for one in op.inputs[:-1] for part in _concatenated(one)]
 
 
+def _is_unique(indices: Any) -> bool:
+    """Say whether indices have been made unique, as for a lookup of sparse rows."""
+    op = indices.op
+    if op.type in ("Identity", "Cast", "Reshape"):
+        return _is_unique(op.inputs[0])
+    return op.type in ("Unique", "UniqueV2") and indices is op.outputs[0]
+
+
 def _cut(slices: Any, counts: list[Any]) -> list[Any]:
     if len(counts) == 1:
         return [slices]
@@ -152,14 +165,23 @@ def _cut(slices: Any, counts: list[Any]) -> list[Any]:
 
 
 def _joined(slices: list[Any], parts: list[_Part], microbatches: Any) -> Any:
-    whole = [
-        # Dense, if another micro-batch has a dense gradient of the same variable.
-        _summed(one, microbatches)
-        if part.is_repeated and isinstance(one, tf.IndexedSlices)
-        else one
-        for one, part in zip(slices, parts)
-    ]
+
+    def rows(one: Any, part: _Part) -> Any:
+        if not isinstance(one, tf.IndexedSlices):
+            return one  # dense: another micro-batch has a dense gradient of the same variable
+        if part.is_unique:
+            return _once_each(one)
+        return _summed(one, microbatches) if part.is_repeated else one
+
+    whole = list(map(rows, slices, parts))
     return whole[0] if len(whole) == 1 else joined(whole)
+
+
+def _once_each(slices: Any) -> Any:
+    """Return rows with those of equal indices added up, in the order of their first."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices)
 
 
 def _summed(slices: Any, microbatches: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import tensorflow as tf
 
@@ -29,7 +29,8 @@ class TracedMicrobatch:
         size: the samples per micro-batch, or `None`: any number, which alone shows what
             depends on it.
         jit_compile: whether XLA compiles it.
-        kept: variables that every micro-batch changes, whatever their new value depends on.
+        kept: returns the variables that every micro-batch changes, whatever their new value
+            depends on; the trace may make some.
         constants: types of tensors that are the same for every micro-batch.
     """
 
@@ -39,7 +40,7 @@ class TracedMicrobatch:
         batch: Batch,
         size: int | None,
         jit_compile: bool | None,
-        kept: Sequence[Any],
+        kept: Callable[[], Iterable[Any]],
         constants: Sequence[tf.TensorSpec] = (),
     ) -> None:
         self.is_any_size = size is None
@@ -78,7 +79,7 @@ class TracedMicrobatch:
         self.graph = self._function.graph
         self.once: list[Any] = []
         """The variables that change once per batch: in the same way for any samples."""
-        apart, changed = {id(variable) for variable in kept}, changed_in(self.graph)
+        apart, changed = {id(variable) for variable in kept()}, changed_in(self.graph)
         self.kept = [v for v in changed if id(v) in apart]
         """The variables that it changes of those that are kept."""
         self.changed = [v for v in changed if id(v) not in apart]
@@ -176,7 +177,7 @@ def traced(
     batch: Batch,
     size: int | None,
     jit_compile: bool | None,
-    kept: Sequence[Any],
+    kept: Callable[[], Iterable[Any]],
     constants: Sequence[tf.TensorSpec] = (),
 ) -> TracedMicrobatch:
     """Return a function traced for micro-batches of any size, or of `size` if it must know."""
@@ -213,7 +214,7 @@ class EagerTrace:
         self,
         rows: SparseRows,
         batch: Batch,
-        kept: Sequence[Any],
+        kept: Callable[[], Iterable[Any]],
         constants: Sequence[tf.TensorSpec] = (),
     ) -> Told:
         """Return what a trace tells of a function on this replica, and tell it `rows`.
