@@ -121,7 +121,7 @@ class Passes:
 
         def local(data: Any) -> None:
             count = backend.data.sample_count(data)
-            part = backend.data.first_rows(data, count=size or count)
+            part = data if size is None else backend.data.first_rows(data, count=size)
             if count:
                 first.plan.is_counted = True  # any numbers will do
                 with backend.noting_reads():
