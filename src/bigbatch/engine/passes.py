@@ -87,20 +87,14 @@ class Passes:
         settling = [] if self.settling is None else [self.settling]
         return [one for one in (*self.each, *settling) if one is not self.all_updates]
 
-    def prepare(self, types: Any, size: int | None, *, may_grow: bool) -> None:
-        """Trace a micro-batch, and then what runs in the passes that it takes.
+    def prepare(self, types: Any, size: int | None) -> None:
+        """Trace what runs in the passes, when `all_updates` has been traced.
 
         Args:
             types: the types of a batch.
             size: samples per micro-batch, for a model that must know them.
-            may_grow: whether tracing may make variables.
         """
-        first = self.all_updates
-        first.runs.prepare(types, size)
-        if may_grow and first.microbatch.makes_room():
-            first.runs.forget()  # only now there are variables to make room for
-            first.runs.prepare(types, size)
-        self._make(first.microbatch.lengths)
+        self._make(self.all_updates.microbatch.lengths)
         for one in self._others():
             one.runs.prepare(types, size)
 

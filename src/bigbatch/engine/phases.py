@@ -144,7 +144,12 @@ class Phases:
         before = self._shape_of_graphs()
         if self.full_batch_loss is None:
             types = self._ops.map_structure(backend.data.type_of, data)
-            self._passes.prepare(types, size, may_grow=not is_built and is_first)
+            runs = self._passes.all_updates.runs
+            runs.prepare(types, size)
+            if not is_built and is_first and first.makes_room():
+                runs.forget()  # only now there are variables to make room for
+                runs.prepare(types, size)
+            self._passes.prepare(types, size)
             self.needs_counts |= self._must_count(
                 data, is_whole=lengths is Lengths.SAME, is_built=is_built
             )

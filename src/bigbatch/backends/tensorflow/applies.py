@@ -14,7 +14,7 @@ from typing import Any, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
-from bigbatch.backends.tensorflow.compat import noted_reads
+from bigbatch.backends.tensorflow.compat import noted_reads, watcher_of_reads
 from bigbatch.backends.tensorflow.dependence import ASSIGNMENTS, READS, Dependence
 from bigbatch.core.passes import NONE, Order
 
@@ -36,11 +36,13 @@ _local = threading.local()  # replicas run in threads
 @contextlib.contextmanager
 def noting_reads() -> Iterator[None]:
     """Return a block in which, run eagerly, reads of variables are noted in their order."""
-    _local.reads = []
+    _local.reads, _local.watcher = [], watcher_of_reads()
+    _local.watcher.__enter__()
     try:
         with noted_reads(_note):
             yield
     finally:
+        _local.watcher.__exit__(None, None, None)
         _local.reads = None
 
 
@@ -50,11 +52,23 @@ def _note(variable: Any) -> None:
         reads.append(id(variable.handle))
 
 
+def _reads_so_far() -> list[int] | None:
+    """Return the handles of the variables that were read, by `id`; `None` if nobody notes."""
+    if getattr(_local, "reads", None) is None:
+        return None
+    _local.watcher.__exit__(None, None, None)
+    for variable in _local.watcher.watched_variables():
+        _note(variable)
+    _local.watcher = watcher_of_reads()
+    _local.watcher.__enter__()
+    return _local.reads
+
+
 def place_now() -> int | None:
     """Return how many operations have been traced; run eagerly, how many reads were noted."""
     if not tf.executing_eagerly():
         return len(tf.compat.v1.get_default_graph().get_operations())
-    reads = getattr(_local, "reads", None)
+    reads = _reads_so_far()
     return None if reads is None else len(reads)
 
 
@@ -63,7 +77,7 @@ def order_of_reads(applies: list[TracedApply]) -> Order | None:
 
     Whatever happens after a read may depend on it.
     """
-    reads = getattr(_local, "reads", None)
+    reads = _reads_so_far()
     if reads is None:
         return None
 
@@ -73,7 +87,7 @@ def order_of_reads(applies: list[TracedApply]) -> Order | None:
                 return number
         return NONE
 
-    changed = [[v for key, v in one.handles.items() if key in set(reads)] for one in applies]
+    changed = [list(one.handles.values()) for one in applies]
     gradients = [last_read(one.place, number) for number, one in enumerate(applies)]
     return Order(changed, gradients, last_read(len(reads), len(applies)), NONE)
 

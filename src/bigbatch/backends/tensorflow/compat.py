@@ -19,6 +19,11 @@ from tensorflow.python.ops import (
     resource_variable_ops,
 )
 
+try:
+    from tensorflow.python.eager.record import VariableWatcher
+except ImportError:  # before TensorFlow 2.13
+    from tensorflow.python.eager.tape import VariableWatcher
+
 
 def like_the_caller(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` converted by AutoGraph if, and only if, the calling code is.
@@ -161,6 +166,11 @@ def replaced_draws(draw: Callable[..., Any]) -> Iterator[None]:
                     setattr(module, name, operation)
 
 
+def watcher_of_reads() -> Any:
+    """Return a block that knows which trainable variables were read: `watched_variables`."""
+    return VariableWatcher()
+
+
 _reads_lock = threading.Lock()
 _reads_noted = 0
 _variable_accessed = resource_variable_ops.variable_accessed
@@ -168,9 +178,10 @@ _variable_accessed = resource_variable_ops.variable_accessed
 
 @contextlib.contextmanager
 def noted_reads(note: Callable[[Any], None]) -> Iterator[None]:
-    """Return a block in which `note(variable)` is called whenever a variable is read eagerly.
+    """Return a block in which `note(variable)` is called when Python code reads a variable.
 
-    It is called in all threads, and blocks of several threads may overlap.
+    TensorFlow may read trainable ones past it: see `watcher_of_reads`. It is called
+    in all threads, and blocks of several threads may overlap.
     """
     global _reads_noted
 
