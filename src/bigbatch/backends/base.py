@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from contextlib import AbstractContextManager as Block
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Sequence
 
 from bigbatch.backends.updates import SeveralUpdates
 
@@ -128,6 +128,35 @@ class Backend(SeveralUpdates, abc.ABC):
     def sample_of_many(self, samples: list[Any]) -> Any:
         """Return the samples of several batches together."""
 
+    @abc.abstractmethod
+    def few_samples(self, model: Any, data: Any, count: int) -> Any:
+        """Return a few samples of a batch, on each replica, that differ from each other.
+
+        `None` if a replica has fewer than `count`.
+        """
+
+    @abc.abstractmethod
+    def rows_of(self, model: Any, data: Any, rows: Sequence[int]) -> Any:
+        """Return samples of a batch by their numbers, on each replica."""
+
+    @abc.abstractmethod
+    def switch(self, model: Any) -> Any:
+        """Return a variable, false on each replica, that micro-batches can read.
+
+        The same one for a model whenever it is asked for.
+        """
+
+    @abc.abstractmethod
+    def watching_layers(self, model: Any) -> Block[list[Any]]:
+        """Return a block in which calls of layers are listed, inner layers first.
+
+        As a layer and lists of arrays: its inputs, outputs and losses. Not in graphs.
+        """
+
+    @abc.abstractmethod
+    def arrays(self, values: Any) -> Any:
+        """Return tensors as arrays in the memory of the host, `IndexedSlices` as pairs."""
+
     # What Keras hands over, and how it is called.
 
     @abc.abstractmethod
@@ -235,6 +264,10 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def layers_with_other_draws(self, model: Any) -> list[Any]:
         """Return the layers that draw other random numbers than with the full batch."""
+
+    @abc.abstractmethod
+    def has_seeds(self, layer: Any) -> bool:
+        """Say whether a layer draws random numbers with seeds of its own."""
 
     # The loss.
 
@@ -366,6 +399,15 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def alone(self, layer: Any) -> Block[None]:
         """Return a block in which a layer takes the statistics of its own replica."""
+
+    @abc.abstractmethod
+    def choosing_moments(
+        self, layer: Any, choose: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> Block[None] | None:
+        """Return a block in which a layer normalises with `choose(mean, variance)`.
+
+        `None` if the layer does not let its moments be seen.
+        """
 
     @abc.abstractmethod
     def clear_statistics(self, layer: Any) -> None:

@@ -29,6 +29,7 @@ _GRAPHS = (
     "add_next",
     "train_window",
     "logs_so_far",
+    "look",
     "finish",
     "settle",
 )
@@ -151,6 +152,30 @@ class Phases:
             self._compile()
         return True
 
+    @property
+    def structures(self) -> int:
+        """How many structures of data this is prepared for."""
+        return len(self._known)
+
+    @property
+    def can_run_any_size(self) -> bool:
+        """Whether batches may have any number of samples, and go through phase by phase."""
+        is_one = self.full_batch_loss is None and not self.runs_again
+        return is_one and self.passes[0].runs.is_any_size
+
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether each sample has random numbers of its own, by its place in the batch."""
+        return self.passes[0].runs.draws_by_sample
+
+    def assigned(self) -> list[Any]:
+        """Return the variables that a micro-batch may change, metrics left out."""
+        return self.passes[0].runs.assigned()
+
+    def effects(self) -> set[str]:
+        """Return the operations of a micro-batch that cannot be undone."""
+        return self.passes[0].runs.effects()
+
     def _shape_of_graphs(self) -> tuple[Any, ...]:
         """Return what the graphs of the phases depend on, beside the data."""
         return self.needs_counts, self._passes.shape_of_graphs, self.buffer_bytes
@@ -214,6 +239,41 @@ class Phases:
         if self.settles:
             Phases.settle(self, data, size)
         return logs
+
+    def train_by_phases(self, data: Any, size: Any, *, is_known: bool) -> dict[str, Any]:
+        """Do what `train_batch` does, phase by phase.
+
+        `is_known` says whether every batch has the same number of samples.
+        """
+        self.begin()
+        if self.needs_counts:
+            self.count(data, size)
+            self.use_counts()
+        self.add(data, size, self._ops.ones())
+        logs = self.finish(is_whole=True, is_known=is_known)
+        if self.settles:
+            self.settle(data, size)
+        return logs
+
+    def run_by_python(self, data: Any, start: int, samples: int) -> list[Any]:
+        """Run a micro-batch without a graph; return its gradients on the first replica.
+
+        Args:
+            data: the micro-batch, of a batch that has begun.
+            start: how many samples of the batch come before it.
+            samples: how many the batch has.
+        """
+        ops = self._ops
+
+        def local(data: Any) -> list[Any]:
+            context = ops.stack([samples * self._replicas] * 2)
+            if self.needs_counts:
+                context = self._context.read_value()
+            totals = self.passes[0].runs.run_eagerly(context, data, start)
+            return [ops.dense(one) for some in totals.gradients for one in some]
+
+        results = self._backend.on_replicas(self._model, local, data)
+        return [self._backend.local_results(self._model, one)[0] for one in results]
 
     def _run_full_batch(self, data: Any, size: Any) -> Any:
         assert self.full_batch_loss is not None
@@ -311,12 +371,35 @@ class Phases:
         values, samples = ops.map_structure(lambda *parts: sum(parts), *results)
         return {name: ops.divided(value, samples) for name, value in values.items()}
 
-    def finish(self, *, is_whole: bool, number: int = 0) -> dict[str, Any]:
+    def finish(
+        self, *, is_whole: bool, number: int = 0, is_known: bool | None = None
+    ) -> dict[str, Any]:
         """Make the updates of a pass; return the logs, if it is the last.
 
-        `is_whole` says whether the batch was all there when its micro-batches ran.
+        Args:
+            is_whole: whether the batch was all there when its micro-batches ran.
+            number: which pass it is.
+            is_known: whether its samples were known when it was traced, if that is certain.
         """
-        backend, model, this = self._backend, self._model, self.passes[number]
+        this = self.passes[number]
+        totals = self._totals(this, is_whole, is_known)
+        is_last = this is self.passes[-1]
+        final = self.rollback.final(self._ops.flatten(totals)) if is_last else nullcontext()
+        with final:
+            logs = this.update.apply(totals)
+        self.release(number)
+        return logs
+
+    def look(self, *, is_whole: bool) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Return the gradients that optimizers would get now, and the logs."""
+        this = self.passes[0]
+        return this.update.looked_at(self._totals(this, is_whole, None))
+
+    def _totals(self, this: Any, is_whole: bool, is_known: bool | None) -> ReplicaTotals:
+        """Return the sums of all replicas in a pass."""
+        model = self._model
+        if is_known is None:
+            is_known = self._is_known if is_whole else model.run_eagerly
 
         def local() -> ReplicaTotals:
             return this.update.local(
@@ -324,16 +407,10 @@ class Phases:
                 self._context.read_value()[0],
                 # Of one batch in one graph the samples are known before micro-batches run.
                 is_nominal=is_whole and self._replicas == 1,
-                is_known=self._is_known if is_whole else model.run_eagerly,
+                is_known=bool(is_known),
             )
 
-        totals = backend.reduce(model, local)
-        is_last = this is self.passes[-1]
-        final = self.rollback.final(self._ops.flatten(totals)) if is_last else nullcontext()
-        with final:
-            logs = this.update.apply(totals)
-        self.release(number)
-        return logs
+        return self._backend.reduce(model, local)
 
     def settle(self, data: Any, size: Any) -> None:
         """Make assignments that are the same for all samples, after the updates before them.

@@ -57,6 +57,8 @@ class Planning:
         """Whether it is decided."""
         self.sample: Any = None
         """The samples that were tried."""
+        self.has_warned = False
+        """Whether it was said that the loss will not be that of the full batch."""
 
     def at(self, data: Any, rows: int = ROWS, batches: int = 1) -> None:
         """Decide with samples of a batch, and of those before if they were too few.
@@ -133,6 +135,7 @@ class Planning:
                 f"more forward pass, and {readable(held)} for outputs and their gradients"
             )
             return
+        self.has_warned = True
         warnings.warn(
             f"bigbatch: the loss {name} is neither a mean nor a sum over samples, and "
             "micro-batches by themselves do not give the update of the full batch. "

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable, Iterable, Iterator
+import weakref
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
 from bigbatch.backends.base import Backend
-from bigbatch.backends.tensorflow import applies, data, draws, ops, replicas, rollback
+from bigbatch.backends.tensorflow import (
+    applies,
+    data,
+    draws,
+    few_samples,
+    ops,
+    replicas,
+    rollback,
+)
 from bigbatch.backends.tensorflow.accumulation import Accumulation
 from bigbatch.backends.tensorflow.compat import outside_strategy_scope
 from bigbatch.backends.tensorflow.memory import Memory
@@ -21,6 +30,9 @@ from bigbatch.backends.tensorflow.two_passes import TwoPasses
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
 from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
 from bigbatch.core.passes import Order
+
+_SWITCHES: Any = weakref.WeakKeyDictionary()
+"""The switch of each model: a `tf.function` of the user's may keep it for good."""
 
 
 class TensorFlowBackend(Backend):
@@ -204,6 +216,25 @@ class TensorFlowBackend(Backend):
     def sample_of_many(self, samples: list[TensorFlowSample]) -> TensorFlowSample:
         first, *others = samples
         return first.with_others(others)
+
+    def few_samples(self, model: Any, data: Any, count: int) -> Any:
+        return few_samples.picked(model.distribute_strategy, data, count)
+
+    def rows_of(self, model: Any, data: Any, rows: Sequence[int]) -> Any:
+        take = functools.partial(few_samples.rows_of, rows=rows)
+        return self.on_replicas(model, take, data)
+
+    def switch(self, model: Any) -> Any:
+        if model not in _SWITCHES:
+            with model.distribute_strategy.scope():
+                _SWITCHES[model] = local_variable(tf.constant(False), summed=False)
+        return _SWITCHES[model]
+
+    def watching_layers(self, model: Any) -> contextlib.AbstractContextManager[list[Any]]:
+        return few_samples.watching_layers(model)
+
+    def arrays(self, values: Any) -> Any:
+        return few_samples.arrays(values)
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         return list(map(shaped, gradients, variables))
