@@ -40,7 +40,8 @@ def said(capsys, setting, x=X, y=Y, model_layers=(), **fit):
         (
             {"microbatch_size": 64},
             50,
-            "batch 50 = 50 samples × 1 micro-batch, 2 updates per epoch",
+            "batch 50 = 50 samples × 1 micro-batch (nothing is accumulated), "
+            "2 updates per epoch",
         ),
         (
             {"accumulation_steps": 3},

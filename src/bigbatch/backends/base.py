@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from contextlib import AbstractContextManager as Block
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable
 
 from bigbatch.backends.updates import SeveralUpdates
 
@@ -18,6 +18,8 @@ class Backend(SeveralUpdates, abc.ABC):
 
     ops: Any
     """Operations on tensors: see `bigbatch.backends.tensorflow.ops`."""
+    few_samples: Any
+    """Functions of a few samples of a batch: see `bigbatch.backends.tensorflow.few_samples`."""
     data: Any
     """Functions of what `fit` hands over: see `bigbatch.backends.tensorflow.data`."""
     OUT_OF_MEMORY: type[Exception]
@@ -129,33 +131,8 @@ class Backend(SeveralUpdates, abc.ABC):
         """Return the samples of several batches together."""
 
     @abc.abstractmethod
-    def few_samples(self, model: Any, data: Any, count: int) -> Any:
-        """Return a few samples of a batch, on each replica, that differ from each other.
-
-        `None` if a replica has fewer than `count`.
-        """
-
-    @abc.abstractmethod
-    def rows_of(self, model: Any, data: Any, rows: Sequence[int]) -> Any:
-        """Return samples of a batch by their numbers, on each replica."""
-
-    @abc.abstractmethod
     def switch(self, model: Any) -> Any:
-        """Return a variable, false on each replica, that micro-batches can read.
-
-        The same one for a model whenever it is asked for.
-        """
-
-    @abc.abstractmethod
-    def watching_layers(self, model: Any) -> Block[list[Any]]:
-        """Return a block in which calls of layers are listed, inner layers first.
-
-        As a layer and lists of arrays: its inputs, outputs and losses. Not in graphs.
-        """
-
-    @abc.abstractmethod
-    def arrays(self, values: Any) -> Any:
-        """Return tensors as arrays in the memory of the host, `IndexedSlices` as pairs."""
+        """Return the one variable of a model, false on each replica, that graphs can read."""
 
     # What Keras hands over, and how it is called.
 

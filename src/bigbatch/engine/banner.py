@@ -44,14 +44,7 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
 
 def warn_of_conflicts(setting: Setting, epoch: Epoch, callbacks: Iterable[Any]) -> None:
     """Warn if something else that was asked for works against accumulation."""
-    steps, size, batch = setting.accumulation_steps, setting.microbatch_size, epoch.batch_size
-    is_several = epoch.batches is None or epoch.batches > 1
-    if isinstance(size, int) and batch is not None and batch <= size and is_several:
-        _warn(
-            f"nothing is accumulated: batches of {batch} are no larger than "
-            f"microbatch_size={size}. Pass the batch size of an update to fit(), for example "
-            f"batch_size={8 * size}."
-        )
+    steps = setting.accumulation_steps
     if not isinstance(steps, int) or steps == 1:
         return
     if epoch.batches is not None and steps > epoch.batches:
@@ -90,6 +83,8 @@ def _split(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
         exact = count * size * replicas == batch
         product = _product(size, count, replicas)
         parts = [f"batch {batch} = {product}" if exact else f"batch {batch} in {product}"]
+        if count == 1 and epoch.batches != 1:
+            parts[0] += " (nothing is accumulated)"
     if epoch.batches is not None:
         parts.append(f"{_plural(epoch.batches, 'update')} per epoch")
         if epoch.rest:

@@ -11,6 +11,7 @@ import numpy as np
 from bigbatch.backends.keras import backend_of, layers_of
 from bigbatch.core.outcome import GRADIENT, LOG, VARIABLE, Item, of_parts, relative_norm
 
+LOSS = "the loss"
 _SHOWN = 3
 """How many causes are told."""
 
@@ -26,14 +27,14 @@ class Cause:
     size: float
     """The relative difference."""
     fix: str
-    is_loss: bool = False
-    """Whether it is the loss, of which something may have been said before."""
+    subject: str = ""
+    """`LOSS`, or the logged value it is about, of which something may have been said."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what} (difference {self.size:.0e}). Fix: {self.fix}."
 
 
-def told(causes: list[Cause]) -> str:
+def text_of(causes: list[Cause]) -> str:
     """Return the text of a warning."""
     lines = "\n".join(f"- {cause}" for cause in causes[:_SHOWN])
     return (
@@ -158,12 +159,13 @@ def _of_variable(item: Item, size: float) -> Cause:
 
 
 def _of_log(model: Any, item: Item, size: float) -> Cause:
-    if item.name in {metric.name for metric in model.metrics}:
+    if not backend_of(model).has_custom_train_step(model):
         return Cause(
             f"metric {item.name!r}",
             "its result for the whole batch is not made up of those of micro-batches",
             size,
             "read it from evaluate(); the weights are not concerned",
+            item.name,
         )
     return Cause(
         f"{item.kind} {item.name!r}",
@@ -200,7 +202,7 @@ def _of_loss(
             f"weights; {of}",
             size,
             "pass coupled=True to accumulate(), which computes it on the whole batch",
-            is_loss=True,
+            subject=LOSS,
         )
     where = f"train_step of {type(model).__name__}"
     if parts and _agree(parts[0].gradients, _weighted(parts[1:], by_share=True), rounding):
@@ -225,7 +227,7 @@ def _of_loss(
         size,
         "write the forward pass in call() and the loss in compile(loss=...) or compute_loss(), "
         "remove train_step: such a loss is then computed on the whole batch",
-        is_loss=True,
+        subject=LOSS,
     )
 
 

@@ -66,7 +66,8 @@ class Phases:
         first = self._passes.all_updates.microbatch
         before = self._passes.before
         self._counts = backend.accumulation(model, first.count, first.kept, before)
-        self._context = backend.replica_vector(model)
+        self.context = backend.replica_vector(model)
+        """What micro-batches know of their batch, on each replica: a `BatchContext`."""
         self._is_known = False
         self._is_ready = False
         self._last: Any = None
@@ -157,25 +158,6 @@ class Phases:
         """How many structures of data this is prepared for."""
         return len(self._known)
 
-    @property
-    def can_run_any_size(self) -> bool:
-        """Whether batches may have any number of samples, and go through phase by phase."""
-        is_one = self.full_batch_loss is None and not self.runs_again
-        return is_one and self.passes[0].runs.is_any_size
-
-    @property
-    def draws_by_sample(self) -> bool:
-        """Whether each sample has random numbers of its own, by its place in the batch."""
-        return self.passes[0].runs.draws_by_sample
-
-    def assigned(self) -> list[Any]:
-        """Return the variables that a micro-batch may change, metrics left out."""
-        return self.passes[0].runs.assigned()
-
-    def effects(self) -> set[str]:
-        """Return the operations of a micro-batch that cannot be undone."""
-        return self.passes[0].runs.effects()
-
     def _shape_of_graphs(self) -> tuple[Any, ...]:
         """Return what the graphs of the phases depend on, beside the data."""
         return self.needs_counts, self._passes.shape_of_graphs, self.buffer_bytes
@@ -255,26 +237,6 @@ class Phases:
             self.settle(data, size)
         return logs
 
-    def run_by_python(self, data: Any, start: int, samples: int) -> list[Any]:
-        """Run a micro-batch without a graph; return its gradients on the first replica.
-
-        Args:
-            data: the micro-batch, of a batch that has begun.
-            start: how many samples of the batch come before it.
-            samples: how many the batch has.
-        """
-        ops = self._ops
-
-        def local(data: Any) -> list[Any]:
-            context = ops.stack([samples * self._replicas] * 2)
-            if self.needs_counts:
-                context = self._context.read_value()
-            totals = self.passes[0].runs.run_eagerly(context, data, start)
-            return [ops.dense(one) for some in totals.gradients for one in some]
-
-        results = self._backend.on_replicas(self._model, local, data)
-        return [self._backend.local_results(self._model, one)[0] for one in results]
-
     def _run_full_batch(self, data: Any, size: Any) -> Any:
         assert self.full_batch_loss is not None
         is_known = isinstance(self._backend.data.sample_count(data), int)
@@ -299,7 +261,7 @@ class Phases:
         self._open_pass(0)
         if self.needs_counts:
             self._counts.clear()
-        self._context.assign(self._ops.stack([0, 0]))
+        self.context.assign(self._ops.stack([0, 0]))
 
     def count(self, data: Any, size: Any) -> None:
         """Count micro-batches of `size` samples, or one of all of them."""
@@ -314,7 +276,7 @@ class Phases:
             nominal = self._nominal(samples)
             if self._replicas > 1:
                 samples, *denominators = self._backend.sum_over_replicas(counts)
-            self._context.assign(self._ops.stack([nominal, samples, *denominators]))
+            self.context.assign(self._ops.stack([nominal, samples, *denominators]))
 
         self._backend.on_replicas(self._model, local)
 
@@ -346,13 +308,13 @@ class Phases:
         def local(data: Any, size: Any, length: Any) -> None:
             count = self._backend.data.sample_count(data)
             self._is_known = isinstance(count, int)
-            context = self._context.read_value()
+            context = self.context.read_value()
             if not self.needs_counts:
                 samples = ops.maximum(ops.weight(count), 1) * length
                 is_new = context[0] == 0  # the first micro-batch tells how large the others are
                 nominal = ops.where(is_new, self._nominal(samples), context[0])
                 context = ops.stack([nominal, samples])
-                self._context.assign(context)
+                self.context.assign(context)
             self.passes[number].runs.add(context, data, size)
 
         self._backend.on_replicas(self._model, local, data, size, length)
@@ -404,7 +366,7 @@ class Phases:
         def local() -> ReplicaTotals:
             return this.update.local(
                 this.runs.value(),
-                self._context.read_value()[0],
+                self.context.read_value()[0],
                 # Of one batch in one graph the samples are known before micro-batches run.
                 is_nominal=is_whole and self._replicas == 1,
                 is_known=bool(is_known),
@@ -421,7 +383,7 @@ class Phases:
         runs = self._passes.settling.runs
 
         def local(data: Any, size: Any) -> None:
-            runs.change_once(self._context.read_value(), data, size)
+            runs.change_once(self.context.read_value(), data, size)
 
         self._backend.on_replicas(self._model, local, data, size)
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator
 from bigbatch.backends.keras import backend_of, is_first_worker, layers_of, metrics_of
 from bigbatch.core.outcome import GRADIENT, LOG, Item, Outcome, differences, tolerance_of
 from bigbatch.engine.batch_norm import batch_norms_of
-from bigbatch.engine.cause import Call, Cause, Part, causes_of, told
+from bigbatch.engine.cause import Call, Cause, Part, causes_of, text_of
 from bigbatch.engine.phases import Phases
 from bigbatch.errors import DifferenceError, NotEqualWarning
 
@@ -47,7 +47,7 @@ class SelfCheck:
         phases: what runs its micro-batches.
         mode: "warn", "raise" or "off", as for `accumulate`.
         say: called with what users may want to know.
-        is_told: says whether users know that the loss differs.
+        told: returns the loss or metrics of which users know already.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class SelfCheck:
         phases: Phases,
         mode: str,
         say: Callable[[str], None],
-        is_told: Callable[[], bool],
+        told: Callable[[], set[str]],
     ) -> None:
         self._model = model
         self._backend = backend_of(model)
         self._phases = phases
         self._mode = mode
         self._say = say
-        self._is_told = is_told
+        self._told = told
         self._checked = 0
         self._norm = phases.microbatch.norm
         if mode != "off" and batch_norms_of(model):
@@ -78,7 +78,13 @@ class SelfCheck:
     def uses_phases(self) -> bool:
         """Whether a batch is to be trained on phase by phase, in the graphs that this uses."""
         is_graph = self._mode != "off" and not self._model.run_eagerly
-        return is_graph and self._phases.can_run_any_size
+        return is_graph and self._has_any_size()
+
+    def _has_any_size(self) -> bool:
+        """Say whether micro-batches may have any number of samples, and run once."""
+        phases = self._phases
+        is_one = phases.full_batch_loss is None and not phases.runs_again
+        return is_one and phases.passes[0].runs.is_any_size
 
     def at(self, data: Any, size: int | None) -> None:
         """Check samples of a batch; warn or raise if they give something else when cut.
@@ -100,11 +106,10 @@ class SelfCheck:
             )
         if causes:
             if self._mode == "raise":
-                raise DifferenceError(told(causes))
-            if self._is_told():
-                causes = [cause for cause in causes if not cause.is_loss]
+                raise DifferenceError(text_of(causes))
+            causes = [cause for cause in causes if cause.subject not in self._told()]
             if causes and is_first_worker(self._model):
-                warnings.warn(f"bigbatch: {told(causes)}", NotEqualWarning, stacklevel=2)
+                warnings.warn(f"bigbatch: {text_of(causes)}", NotEqualWarning, stacklevel=2)
 
     def causes(self, data: Any, size: int | None) -> tuple[list[Cause], str | None]:
         """Return why samples give something else when cut, or why that cannot be known."""
@@ -118,10 +123,10 @@ class SelfCheck:
         count = _COUNT if size is None or size >= _COUNT else 3
         samples, reason = None, self._obstacle()
         if reason is None:
-            samples = self._backend.few_samples(self._model, data, count)
+            samples = self._backend.few_samples.picked(self._model, data, count)
             if samples is None and count == _COUNT:
                 count = 3
-                samples = self._backend.few_samples(self._model, data, count)
+                samples = self._backend.few_samples.picked(self._model, data, count)
             reason = "fewer than 3 samples" if samples is None else None
         self._agree(reason)
         trial = Trial(self._model, self._phases, samples, count, is_split=size is not None)
@@ -133,7 +138,7 @@ class SelfCheck:
         whole = self._run(trial.outcome, every, trial.count)
         cut = self._run(trial.outcome, every, _CUTS[trial.count])
         tolerance = tolerance_of(_dtypes(self._model))
-        has_draws = self._phases.draws_by_sample
+        has_draws = self._phases.passes[0].runs.draws_by_sample
         tolerance *= _WITH_DRAWS if has_draws else 1
         found = _above(differences(whole, cut), tolerance)
         if not found:
@@ -164,9 +169,9 @@ class SelfCheck:
             return "a custom train_step that runs eagerly may do what cannot be undone"
         if any(getattr(layer, "stateful", False) for layer in layers_of(model)):
             return "a stateful layer has a fixed number of samples"
-        if not phases.can_run_any_size:
+        if not self._has_any_size():
             return "the model has a fixed batch size"
-        effects = phases.effects()
+        effects = phases.passes[0].runs.effects()
         if effects:
             return f"train_step does what cannot be undone ({', '.join(sorted(effects))})"
         if not self._norm.can_be_switched():
@@ -237,7 +242,7 @@ class Trial:
         local = functools.partial(self._backend.local_results, model)
         native = self._backend.native
         metrics = [native(v) for one in metrics_of(model) for v in one.variables]
-        state = [*self._backend.state_of(model), *phases.assigned()]
+        state = [*self._backend.state_of(model), *phases.passes[0].runs.assigned()]
         parts = {id(part): part for v in (*state, *metrics) for part in local(v)}
         switch = phases.microbatch.norm.switch
         for part in [] if switch is None else local(switch):
@@ -259,15 +264,18 @@ class Trial:
     def outcome(self, rows: Any, size: int) -> Outcome:
         """Return what samples give in parts of `size`; nothing has changed afterwards."""
         backend, phases, model = self._backend, self._phases, self._model
-        whole = backend.rows_of(model, self._samples, rows)
+        whole = backend.few_samples.rows_on_replicas(model, self._samples, rows)
         cuts: list[Any] = [whole]
         length = None
         if self._is_split:
             length = size if model.run_eagerly else backend.data.integer(size)
         elif size < self.count:
             parts = (rows[:size], rows[size:])
-            cuts = [backend.rows_of(model, self._samples, part) for part in parts]
-        before = backend.arrays(self._values())
+            cuts = [
+                backend.few_samples.rows_on_replicas(model, self._samples, part)
+                for part in parts
+            ]
+        before = backend.few_samples.arrays(self._values())
         phases.begin()
         if phases.needs_counts:
             for part in cuts:
@@ -276,8 +284,11 @@ class Trial:
         for part in cuts:
             phases.add(part, length, backend.ops.weight(len(cuts)))
         gradients, logs = phases.look(is_whole=self._is_split)
-        gradients, logs = backend.arrays(gradients), backend.arrays(logs)
-        after = backend.arrays(self._values())
+        gradients, logs = (
+            backend.few_samples.arrays(gradients),
+            backend.few_samples.arrays(logs),
+        )
+        after = backend.few_samples.arrays(self._values())
         self.put_back()
         names = _names(model)
         variables = [one.variables for one in phases.microbatch.captured]
@@ -295,7 +306,7 @@ class Trial:
         backend, phases, model = self._backend, self._phases, self._model
         if backend.is_multi_worker(model):
             return []  # they would wait for each other
-        whole = backend.rows_of(model, self._samples, range(self.count))
+        whole = backend.few_samples.rows_on_replicas(model, self._samples, range(self.count))
         size = _CUTS[self.count]
         parts = []
         for first, last in ((0, self.count), (0, size), (size, self.count)):
@@ -303,13 +314,31 @@ class Trial:
             if phases.needs_counts:
                 phases.count(whole, None if not self._is_split else self.count)
                 phases.use_counts()
-            data = backend.rows_of(model, self._samples, range(first, last))
-            with backend.watching_layers(model) as calls:
-                gradients = phases.run_by_python(data, first, self.count)
+            data = backend.few_samples.rows_on_replicas(
+                model, self._samples, range(first, last)
+            )
+            with backend.few_samples.watching_layers(model) as calls:
+                gradients = self._gradients(data, first)
             calls = [Call(*call) for call in calls]
-            parts.append(Part((last - first) / self.count, calls, backend.arrays(gradients)))
+            parts.append(
+                Part((last - first) / self.count, calls, backend.few_samples.arrays(gradients))
+            )
             self.put_back()
         return parts
+
+    def _gradients(self, data: Any, start: int) -> list[Any]:
+        """Run a micro-batch without a graph; return its gradients on the first replica."""
+        phases, backend, model = self._phases, self._backend, self._model
+
+        def local(data: Any) -> list[Any]:
+            context = backend.ops.stack([self.count * backend.replicas(model)] * 2)
+            if phases.needs_counts:
+                context = phases.context.read_value()
+            totals = phases.passes[0].runs.run_eagerly(context, data, start)
+            return [backend.ops.dense(one) for some in totals.gradients for one in some]
+
+        results = backend.on_replicas(model, local, data)
+        return [backend.local_results(model, one)[0] for one in results]
 
     def _values(self) -> dict[str, Any]:
         return {name: part.read_value() for name, part in self._compared.items()}

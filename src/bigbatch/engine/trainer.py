@@ -50,8 +50,8 @@ class Trainer:
             say=say,
         )
         """Decides how the loss is computed, with samples of the first batch."""
-        is_told = lambda: self.planning.has_warned  # noqa: E731
-        self.self_check = SelfCheck(model, self.phases, check, say, is_told)
+        told = lambda: self.planning.told  # noqa: E731
+        self.self_check = SelfCheck(model, self.phases, check, say, told)
         """Compares samples of the first batch, whole and cut."""
 
     def train(self, iterator: Any) -> dict[str, Any]:

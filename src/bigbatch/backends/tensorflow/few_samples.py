@@ -19,17 +19,23 @@ _CANDIDATES = 32
 """Of how many samples, spread over the batch, a few are chosen."""
 
 
-def picked(strategy: Any, data: Any, count: int) -> Any:
+def picked(model: Any, data: Any, count: int) -> Any:
     """Return `count` samples of a batch that differ, on each replica.
 
     `None` if a replica of this process has fewer.
     """
-    data = as_tensors(data)
+    data, strategy = as_tensors(data), model.distribute_strategy
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     local = strategy.experimental_local_results
     if min(int(sample_count(part)) for leaf in leaves for part in local(leaf)) < count:
         return None
     return strategy.run(functools.partial(_different, count=count), args=(data,))
+
+
+def rows_on_replicas(model: Any, data: Any, rows: Sequence[int]) -> Any:
+    """Return samples of a batch by their numbers, on each replica."""
+    take = functools.partial(rows_of, rows=rows)
+    return model.distribute_strategy.run(take, args=(data,))
 
 
 def rows_of(data: Any, rows: Sequence[int]) -> Any:

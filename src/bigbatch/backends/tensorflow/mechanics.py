@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Any, Callable, Iterable, Iterator
 
 import tensorflow as tf
 
@@ -40,6 +40,7 @@ class TensorFlowBackend(Backend):
 
     ops = ops
     data = data
+    few_samples = few_samples
     OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
     LOST_WORKER = (
         tf.errors.UnavailableError,
@@ -217,24 +218,11 @@ class TensorFlowBackend(Backend):
         first, *others = samples
         return first.with_others(others)
 
-    def few_samples(self, model: Any, data: Any, count: int) -> Any:
-        return few_samples.picked(model.distribute_strategy, data, count)
-
-    def rows_of(self, model: Any, data: Any, rows: Sequence[int]) -> Any:
-        take = functools.partial(few_samples.rows_of, rows=rows)
-        return self.on_replicas(model, take, data)
-
     def switch(self, model: Any) -> Any:
         if model not in _SWITCHES:
             with model.distribute_strategy.scope():
                 _SWITCHES[model] = local_variable(tf.constant(False), summed=False)
         return _SWITCHES[model]
-
-    def watching_layers(self, model: Any) -> contextlib.AbstractContextManager[list[Any]]:
-        return few_samples.watching_layers(model)
-
-    def arrays(self, values: Any) -> Any:
-        return few_samples.arrays(values)
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         return list(map(shaped, gradients, variables))
