@@ -262,7 +262,8 @@ def test_a_function_that_draws_can_be_used_again(options, mode):
     # Its draws are not those of the full batch, and the check of the first batch says so.
     with pytest.warns(bigbatch.NotEqualWarning, match="it draws random numbers"):
         model, _ = case.accumulate(mode)
-        model.compile("sgd", "mse", **options)
+    model.compile("sgd", "mse", **options)
+    with pytest.warns(bigbatch.NotEqualWarning, match="it draws random numbers"):
         model.fit(DENSE_X, case.y, batch_size=BATCH, verbose=0)
     assert np.isfinite(model.predict(DENSE_X, verbose=0)).all()
 
