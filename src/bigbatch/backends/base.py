@@ -19,6 +19,8 @@ class Backend(SeveralUpdates, abc.ABC):
 
     ops: Any
     """Operations on tensors: see `bigbatch.backends.tensorflow.ops`."""
+    few_samples: Any
+    """Functions of a few samples of a batch: see `bigbatch.backends.tensorflow.few_samples`."""
     data: Any
     """Functions of what `fit` hands over: see `bigbatch.backends.tensorflow.data`."""
     OUT_OF_MEMORY: type[Exception]
@@ -139,6 +141,10 @@ class Backend(SeveralUpdates, abc.ABC):
     def sample_of_many(self, samples: list[Any]) -> Any:
         """Return the samples of several batches together."""
 
+    @abc.abstractmethod
+    def switch(self, model: Any) -> Any:
+        """Return the one variable of a model, false on each replica, that graphs can read."""
+
     # What Keras hands over, and how it is called.
 
     @abc.abstractmethod
@@ -257,6 +263,10 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def layers_with_other_draws(self, model: Any) -> list[Any]:
         """Return the layers that draw other random numbers than with the full batch."""
+
+    @abc.abstractmethod
+    def has_seeds(self, layer: Any) -> bool:
+        """Say whether a layer draws random numbers with seeds of its own."""
 
     # The loss.
 
@@ -388,6 +398,15 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def alone(self, layer: Any) -> Block[None]:
         """Return a block in which a layer takes the statistics of its own replica."""
+
+    @abc.abstractmethod
+    def choosing_moments(
+        self, layer: Any, choose: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> Block[None] | None:
+        """Return a block in which a layer normalises with `choose(mean, variance)`.
+
+        `None` if the layer does not let its moments be seen.
+        """
 
     @abc.abstractmethod
     def clear_statistics(self, layer: Any) -> None:

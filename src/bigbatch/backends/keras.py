@@ -195,6 +195,12 @@ def is_multi_worker(model: Any) -> bool:
     return backend_of(model).is_multi_worker(model)
 
 
+def is_first_worker(model: Any) -> bool:
+    """Say whether this process is the only one that trains a model, or the first of them."""
+    strategy = model.distribute_strategy
+    return not is_multi_worker(model) or not strategy.cluster_resolver.task_id
+
+
 def layers_of(model: Any) -> list[Any]:
     """Return the layers of a model, however deep they are."""
     # In Keras 2 metrics are layers, too.

@@ -53,6 +53,9 @@ class Keras3(KerasBackend):
         del model
         return []
 
+    def has_seeds(self, layer: Any) -> bool:
+        return bool(layer._seed_generators)
+
     def state_of(self, model: Any) -> list[Any]:
         """Return the variables of a model that training changes beside its weights.
 
@@ -278,6 +281,14 @@ class Keras3(KerasBackend):
 
     def alone(self, layer: Any) -> contextlib.AbstractContextManager[None]:
         return replaced(layer, synchronized=False)
+
+    def choosing_moments(
+        self, layer: Any, choose: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> contextlib.AbstractContextManager[None] | None:
+        moments = layer._moments
+        return replaced(
+            layer, _moments=lambda *args, **kwargs: choose(*moments(*args, **kwargs))
+        )
 
     def clear_statistics(self, layer: Any) -> None:
         """Make the moving statistics such that a momentum of zero replaces them: they are."""

@@ -79,6 +79,13 @@ class Verification:
     """What was done to be able to compare."""
 
     @property
+    def is_equal(self) -> bool:
+        """Whether this one update is the same, whatever others may be."""
+        largest = [max(one.gradient, one.weight / 10) for one in self.differences]
+        values = (*largest, *self.logs.values())
+        return bool(largest) and all(value <= self.tolerance for value in values)
+
+    @property
     def verdict(self) -> str:
         """The result in one sentence."""
         names = ", ".join(hazard.where for hazard in self.hazards)
@@ -91,6 +98,11 @@ class Verification:
             return (
                 f"The same: {size} give the update of the full batch of {self.samples} "
                 f"(largest difference of a gradient {largest:.0e}, which is rounding)."
+            )
+        if self.is_equal:
+            return (
+                f"Not the same: {size} gave the update of the full batch of {self.samples} "
+                f"this time, but will not always, because of {names}."
             )
         because = f"because of {names}" if names else "for a reason that no test found"
         return (

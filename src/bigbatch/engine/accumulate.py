@@ -27,6 +27,7 @@ def accumulate(
     accumulation_steps: AccumulationSteps = None,
     batch_norm: str = "pooled",
     coupled: bool | Literal["auto"] = "auto",
+    check: str = "warn",
 ) -> Any:
     """Let `model.fit` accumulate gradients, with the update of the full batch.
 
@@ -70,6 +71,11 @@ def accumulate(
             samples of the first batch shows that the loss is neither a mean nor a sum over
             samples. `True` raises an error where two passes are not possible: with a custom
             `train_step`, or a layer that mixes samples.
+        check: what to do if updates will not equal those of the full batch. Before the first
+            update the real `train_step` runs on five samples of the first batch, in one part
+            and cut unequally, and gradients, logged values and assigned variables are
+            compared; all of it is undone. "warn" gives a `bigbatch.NotEqualWarning` that
+            names what differs, "raise" raises a `DifferenceError`, "off" does not look.
 
     Returns:
         The same model.
@@ -86,7 +92,7 @@ def accumulate(
         3
     """
     check_model(model)
-    setting = Setting(microbatch_size, accumulation_steps, batch_norm, coupled)
+    setting = Setting(microbatch_size, accumulation_steps, batch_norm, coupled, check)
     check_optimizers(model)
     detach(model)
     attach(model, setting)

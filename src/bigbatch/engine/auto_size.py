@@ -51,6 +51,8 @@ class AutoSlices(WholeBatches):
         largest = backend.data.largest_count(model.distribute_strategy, data)
 
         def run(size: int) -> dict[str, Any]:
+            if size < largest:
+                trainer.self_check.at(data, size)
             with trainer.phases.rollback.undone_if(backend.OUT_OF_MEMORY):
                 return trainer.train_on(data, size)
 

@@ -1,4 +1,4 @@
-"""What is said before training: how batches are made up, and what cannot be equal."""
+"""What is said before training: how batches are made up, and what layers do with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Iterable
 
 from bigbatch.backends.keras import backend_of
-from bigbatch.engine.batch_norm import batch_norms_of, is_pooled
+from bigbatch.engine.batch_norm import MODES, batch_norms_of, is_pooled
 from bigbatch.engine.settings import Setting
 
 
@@ -34,12 +34,11 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
     if count:
         parts.append(f"gradient buffer {_bytes(count)}")
     lines = [", ".join(parts)]
-    different = _differences(model, setting.batch_norm)
     size, batch = setting.microbatch_size, epoch.batch_size
     size = None if isinstance(size, str) else size
     is_plain = setting.accumulation_steps == 1 or (size and batch and size >= batch)
-    if different and not is_plain:
-        lines.append("not equal to the full batch: " + "; ".join(different))
+    if not is_plain:
+        lines += _kept_by_layers(model, setting.batch_norm)
     return "\n".join(f"bigbatch: {line}" for line in lines)
 
 
@@ -84,6 +83,8 @@ def _split(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
         exact = count * size * replicas == batch
         product = _product(size, count, replicas)
         parts = [f"batch {batch} = {product}" if exact else f"batch {batch} in {product}"]
+        if count == 1 and epoch.batches != 1:
+            parts[0] += " (nothing is accumulated)"
     if epoch.batches is not None:
         parts.append(f"{_plural(epoch.batches, 'update')} per epoch")
         if epoch.rest:
@@ -113,17 +114,23 @@ def _product(size: int, count: int, replicas: int) -> str:
     return text + (f" × {replicas} replicas" if replicas > 1 else "")
 
 
-def _differences(model: Any, batch_norm: str) -> list[str]:
-    """Say which layers cannot do what they do with the full batch, and why."""
+def _kept_by_layers(model: Any, batch_norm: str) -> list[str]:
+    """Say how layers normalise, and which of them draw their own random numbers."""
     norms = batch_norms_of(model)
     pooled = [layer for layer in norms if is_pooled(layer, batch_norm)]
     others = [layer for layer in norms if layer not in pooled]
-    because = {
-        "statistics of micro-batches, moving statistics pooled": pooled,
-        "frozen" if batch_norm == "frozen" else "statistics of micro-batches": others,
-        "random draws": backend_of(model).layers_with_other_draws(model),
+    exact = '; batch_norm="exact" for those of the full batch' if "exact" in MODES else ""
+    frozen = "BatchNormalization is frozen"
+    moving = f"BatchNormalization uses and moves by statistics of micro-batches{exact}"
+    what = {
+        "BatchNormalization uses statistics of micro-batches, and its moving statistics are "
+        f"those of the whole batch{exact}": pooled,
+        frozen if batch_norm == "frozen" else moving: others,
+        "random draws are not those of the full batch": backend_of(
+            model
+        ).layers_with_other_draws(model),
     }
-    return [f"{_names(layers)} ({why})" for why, layers in because.items() if layers]
+    return [f"{text}: {_names(layers)}" for text, layers in what.items() if layers]
 
 
 def _names(layers: list[Any], shown: int = 5) -> str:

@@ -43,6 +43,11 @@ class BatchNorm:
         self._ops = self._backend.ops
         self._mode = mode
         self._called: list[Any] = []
+        self._before: dict[int, list[Any]] = {}
+        self.switch: Any = None
+        """If given, what says whether moving statistics normalise: as long as it is true."""
+        self.moved_by_each: list[Any] = []
+        """The layers in a graph inside that of a micro-batch, from where moments cannot get."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[Any]]:
@@ -61,6 +66,10 @@ class BatchNorm:
                     continue
                 # Replicas may have different numbers of micro-batches: they cannot meet.
                 stack.enter_context(self._backend.alone(layer))
+                if self.switch is not None:
+                    choose = functools.partial(self._chosen, layer)
+                    choosing = self._backend.choosing_moments(layer, choose)
+                    stack.enter_context(choosing or contextlib.nullcontext())
                 if is_pooled(layer, self._mode):
                     call = functools.partial(self._call, moments, here, layer, layer.call)
                     stack.enter_context(replaced(layer, call=call))
@@ -72,12 +81,16 @@ class BatchNorm:
         """Call a layer; note the statistics of the micro-batch, put the moving ones back."""
         nested = self._backend.trace_now() is not here  # they could not get out
         if kwargs.get("training") is False or nested:
+            if nested and layer not in self.moved_by_each:
+                self.moved_by_each.append(layer)
             return call(*args, **kwargs)
         old = self._statistics(layer)
         # With a momentum of zero the moving statistics become those of the micro-batch.
         self._backend.clear_statistics(layer)
+        self._before[id(layer)] = old
         with replaced(layer, momentum=0.0):
             outputs = call(*args, **kwargs)
+        del self._before[id(layer)]
         mean, variance = map(self._ops.weight, self._statistics(layer))
         for variable, value in zip((layer.moving_mean, layer.moving_variance), old):
             variable.assign(value)
@@ -91,6 +104,18 @@ class BatchNorm:
         moments.append((count, count * shift, count * (variance + shift * shift)))
         self._called.append(layer)
         return outputs
+
+    def can_be_switched(self) -> bool:
+        """Say whether every layer can be made to normalise with moving statistics."""
+        layers = [] if self._mode == "frozen" else batch_norms_of(self._model)
+        return all(self._backend.choosing_moments(one, lambda *two: two) for one in layers)
+
+    def _chosen(self, layer: Any, mean: Any, variance: Any) -> tuple[Any, Any]:
+        """Return the moments to normalise with: small vectors, so that this costs nothing."""
+        ops, is_on = self._ops, self._ops.tensor(self.switch)
+        before = self._before.get(id(layer)) or self._statistics(layer)
+        old = [ops.stop_gradient(ops.shaped_like(one, mean)) for one in before]
+        return ops.where(is_on, old[0], mean), ops.where(is_on, old[1], variance)
 
     def update(self, sums: list[Any]) -> None:
         """Move the statistics of each layer once, by the pooled statistics of the batch.

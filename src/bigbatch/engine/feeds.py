@@ -54,14 +54,17 @@ class Slices(WholeBatches):
             planning.conclude()  # the batch is whole
         if types is not None and planning.is_done:
             phases.prepare(types, Lengths.SAME, self.size or None)
-            # A number that is known when the graph is built makes a simpler one.
-            number = 1 if count == 1 else trainer.integer(count)
-            return phases.train_next(iterator, number, trainer.integer(size))
+            if trainer.self_check.is_done or self.size == UNBOUNDED:
+                # A number that is known when the graph is built makes a simpler one.
+                number = 1 if count == 1 else trainer.integer(count)
+                return phases.train_next(iterator, number, trainer.integer(size))
         logs: dict[str, Any] = {}
         for batch in data.next_batches(iterator, count):
             planning.at(batch, self.size)
             planning.conclude()
             phases.prepare(batch if types is None else types, Lengths.SAME, self.size or None)
+            if self.size != UNBOUNDED:  # or the batch is whole
+                trainer.self_check.at(data.without_optionals(batch), self.size)
             logs = trainer.train_on(batch, size, types)
         return logs
 
@@ -135,7 +138,8 @@ class Batches:
 
     def _can_wait(self, trainer: Trainer) -> bool:
         """Say whether batches can be left to the iterator, as nobody needs their logs yet."""
-        is_ready = trainer.phases.rollback is not None and trainer.planning.is_done
+        is_checked = trainer.planning.is_done and trainer.self_check.is_done
+        is_ready = trainer.phases.rollback is not None and is_checked
         is_streamed = not self._holds(trainer) and not trainer.model.run_eagerly
         return is_ready and is_streamed and bool(self._logs) and bool(self.batches_per_epoch)
 
@@ -229,9 +233,11 @@ class Batches:
             self._types, self._lengths = iterator.element_spec, Lengths.DECLARED
             if trainer.planning.is_done:
                 self._prepare(trainer)
+                # What has been added up would be lost by a check now.
+                is_checked = trainer.self_check.is_done or self._filled
                 # Eagerly a batch is needed once more if it shows that all have to be counted.
-                is_eager = trainer.model.run_eagerly
-                if phases.is_planned and not self._holds(trainer) and not is_eager:
+                is_certain = phases.is_planned and not trainer.model.run_eagerly
+                if is_certain and is_checked and not self._holds(trainer):
                     done = self._add_next(trainer, iterator, wanted)
                     self._logs = phases.logs_so_far()
                     return done
@@ -242,6 +248,8 @@ class Batches:
         if trainer.planning.is_done:
             self._prepare(trainer)
             phases.learn(data, None)
+            if self._held or not self._filled:
+                trainer.self_check.at(data, None)
         if self._holds(trainer):
             self._held.append(data)
             self._logs = {**(self._logs or {}), **trainer.backend.results(trainer.model)}
@@ -283,6 +291,7 @@ class Batches:
             trainer.planning.conclude()
             self._prepare(trainer)
             phases.learn(held[0], None)
+            trainer.self_check.at(held[0], None)
         if phases.full_batch_loss is not None:
             self._held, parts = [], len(held)  # or inputs would be in memory twice
             joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)

@@ -10,7 +10,12 @@ import functools
 import inspect
 from typing import Any, Callable
 
-from bigbatch.backends.keras import backend_of, is_multi_worker, optimizers_of
+from bigbatch.backends.keras import (
+    backend_of,
+    is_first_worker,
+    is_multi_worker,
+    optimizers_of,
+)
 from bigbatch.core.size_search import AUTO
 from bigbatch.engine.banner import Epoch, banner, warn_of_conflicts
 from bigbatch.engine.settings import Setting
@@ -67,7 +72,7 @@ class _Hooks:
             # An own `fit` may pass on what it does not name.
             bound = self._signature.bind(*args, **kwargs).arguments
             self._fit_arguments = {**bound, **kwargs}
-            self._is_quiet = not self._is_first_worker() or (
+            self._is_quiet = not is_first_worker(self._model) or (
                 self._fit_arguments.get("verbose", "auto") == 0
             )
         self.is_fitting, self.is_training = True, False
@@ -134,10 +139,6 @@ class _Hooks:
     def _say(self, text: str) -> None:
         if not self._is_quiet:
             print(text)
-
-    def _is_first_worker(self) -> bool:
-        strategy = self._model.distribute_strategy
-        return not self.is_multi_worker or not strategy.cluster_resolver.task_id
 
     def make_train_function(self, force: bool = False) -> Any:
         model = self._model

@@ -30,6 +30,7 @@ _GRAPHS = (
     "add_next",
     "train_window",
     "logs_so_far",
+    "look",
     "finish",
     "settle",
 )
@@ -66,7 +67,8 @@ class Phases:
         first = self._passes.all_updates.microbatch
         before = self._passes.before
         self._counts = backend.accumulation(model, first.count, first.kept, before)
-        self._context = backend.replica_vector(model)
+        self.context = backend.replica_vector(model)
+        """What micro-batches know of their batch, on each replica: a `BatchContext`."""
         self._is_known = False
         self._is_ready = False
         self._last: Any = None
@@ -162,6 +164,11 @@ class Phases:
             self._compile()
         return True
 
+    @property
+    def structures(self) -> int:
+        """How many structures of data this is prepared for."""
+        return len(self._known)
+
     def _shape_of_graphs(self) -> tuple[Any, ...]:
         """Return what the graphs of the phases depend on, beside the data."""
         return self.needs_counts, self._passes.shape_of_graphs, self.buffer_bytes
@@ -252,6 +259,21 @@ class Phases:
             Phases.settle(self, data, size)
         return logs
 
+    def train_by_phases(self, data: Any, size: Any, *, is_known: bool) -> dict[str, Any]:
+        """Do what `train_batch` does, phase by phase.
+
+        `is_known` says whether every batch has the same number of samples.
+        """
+        self.begin()
+        if self.needs_counts:
+            self.count(data, size)
+            self.use_counts()
+        self.add(data, size, self._ops.ones())
+        logs = self.finish(is_whole=True, is_known=is_known)
+        if self.settles:
+            self.settle(data, size)
+        return logs
+
     def _run_full_batch(self, data: Any, size: Any) -> Any:
         assert self.full_batch_loss is not None
         is_known = isinstance(self._backend.data.sample_count(data), int)
@@ -276,7 +298,7 @@ class Phases:
         self._open_pass(0)
         if self.needs_counts:
             self._counts.clear()
-        self._context.assign(self._ops.stack([0, 0]))
+        self.context.assign(self._ops.stack([0, 0]))
 
     def count(self, data: Any, size: Any) -> None:
         """Count micro-batches of `size` samples, or one of all of them."""
@@ -291,7 +313,7 @@ class Phases:
             nominal = self._nominal(samples)
             if self._replicas > 1:
                 samples, *denominators = self._backend.sum_over_replicas(counts)
-            self._context.assign(self._ops.stack([nominal, samples, *denominators]))
+            self.context.assign(self._ops.stack([nominal, samples, *denominators]))
 
         self._backend.on_replicas(self._model, local)
 
@@ -325,13 +347,13 @@ class Phases:
         def local(data: Any, size: Any, length: Any) -> None:
             count = self._backend.data.sample_count(data)
             self._is_known = isinstance(count, int)
-            context = self._context.read_value()
+            context = self.context.read_value()
             if not self.needs_counts:
                 samples = ops.maximum(ops.weight(count), 1) * length
                 is_new = context[0] == 0  # the first micro-batch tells how large the others are
                 nominal = ops.where(is_new, self._nominal(samples), context[0])
                 context = ops.stack([nominal, samples])
-                self._context.assign(context)
+                self.context.assign(context)
             self.passes[number].runs.add(context, data, size)
 
         self._backend.on_replicas(self._model, local, data, size, length)
@@ -351,29 +373,46 @@ class Phases:
         values, samples = ops.map_structure(lambda *parts: add(parts), *results)
         return self.microbatch.logs.divided(values, samples)
 
-    def finish(self, *, is_whole: bool, number: int = 0) -> dict[str, Any]:
+    def finish(
+        self, *, is_whole: bool, number: int = 0, is_known: bool | None = None
+    ) -> dict[str, Any]:
         """Make the updates of a pass; return the logs, if it is the last.
 
-        `is_whole` says whether the batch was all there when its micro-batches ran.
+        Args:
+            is_whole: whether the batch was all there when its micro-batches ran.
+            number: which pass it is.
+            is_known: whether its samples were known when it was traced, if that is certain.
         """
-        backend, model, this = self._backend, self._model, self.passes[number]
-
-        def local() -> ReplicaTotals:
-            return this.update.local(
-                this.runs.value(),
-                self._context.read_value()[0],
-                # Of one batch in one graph the samples are known before micro-batches run.
-                is_nominal=is_whole and self._replicas == 1,
-                is_known=self._is_known if is_whole else model.run_eagerly,
-            )
-
-        totals = backend.reduce(model, local)
+        this = self.passes[number]
+        totals = self._totals(this, is_whole, is_known)
         is_last = this is self.passes[-1]
         final = self.rollback.final(self._ops.flatten(totals)) if is_last else nullcontext()
         with final:
             logs = this.update.apply(totals)
         self.release(number)
         return logs
+
+    def look(self, *, is_whole: bool) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Return the gradients that optimizers would get now, and the logs."""
+        this = self.passes[0]
+        return this.update.looked_at(self._totals(this, is_whole, None))
+
+    def _totals(self, this: Any, is_whole: bool, is_known: bool | None) -> ReplicaTotals:
+        """Return the sums of all replicas in a pass."""
+        model = self._model
+        if is_known is None:
+            is_known = self._is_known if is_whole else model.run_eagerly
+
+        def local() -> ReplicaTotals:
+            return this.update.local(
+                this.runs.value(),
+                self.context.read_value()[0],
+                # Of one batch in one graph the samples are known before micro-batches run.
+                is_nominal=is_whole and self._replicas == 1,
+                is_known=bool(is_known),
+            )
+
+        return self._backend.reduce(model, local)
 
     def settle(self, data: Any, size: Any) -> None:
         """Make assignments that are the same for all samples, after the updates before them.
@@ -384,7 +423,7 @@ class Phases:
         runs = self._passes.settling.runs
 
         def local(data: Any, size: Any) -> None:
-            runs.change_once(self._context.read_value(), data, size)
+            runs.change_once(self.context.read_value(), data, size)
 
         self._backend.on_replicas(self._model, local, data, size)
 

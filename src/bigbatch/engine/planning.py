@@ -9,6 +9,7 @@ from typing import Any, Callable
 from bigbatch.backends.keras import backend_of
 from bigbatch.core.memory import readable
 from bigbatch.engine.batch_norm import BatchNorm
+from bigbatch.engine.cause import LOSS
 from bigbatch.engine.full_batch_loss import mixes_samples
 from bigbatch.engine.loss_plan import Kind, LossPlan
 from bigbatch.engine.loss_trial import ENOUGH, FEWEST, ROWS, LossTrial
@@ -57,6 +58,8 @@ class Planning:
         """Whether it is decided."""
         self.sample: Any = None
         """The samples that were tried."""
+        self.told: set[str] = set()
+        """What was said not to be that of the full batch: `LOSS`, metrics by name."""
 
     def at(self, data: Any, rows: int = ROWS, batches: int = 1) -> None:
         """Decide with samples of a batch, and of those before if they were too few.
@@ -138,6 +141,7 @@ class Planning:
                 f"more forward pass, and {readable(held)} for outputs and their gradients"
             )
             return
+        self.told.add(LOSS)
         warnings.warn(
             f"bigbatch: the loss {name} is neither a mean nor a sum over samples, and "
             "micro-batches by themselves do not give the update of the full batch. "
@@ -202,6 +206,7 @@ class Planning:
             held = trial.bytes_of_metrics[metric] * samples
             if kind is Kind.WHOLE and held > self._most_bytes():
                 del plan.metrics[metric]
+                self.told.add(names[metric])
                 warnings.warn(
                     f"bigbatch: the metric {names[metric]!r} is one number for a batch, and "
                     "neither a mean nor a sum over samples. Its outputs and labels for a batch "

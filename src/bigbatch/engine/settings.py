@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable
 
 from bigbatch.backends.keras import is_multi_worker
@@ -13,6 +13,7 @@ from bigbatch.engine.auto_size import AutoSlices
 from bigbatch.engine.batch_norm import MODES
 from bigbatch.engine.feeds import Batches, Slices
 from bigbatch.engine.planning import COUPLED
+from bigbatch.engine.self_check import MODES as CHECKS
 from bigbatch.engine.trainer import Trainer
 from bigbatch.engine.workers import Workers
 from bigbatch.errors import ArgumentError, explain
@@ -26,6 +27,7 @@ class Setting:
     accumulation_steps: AccumulationSteps = None
     batch_norm: str = "pooled"
     coupled: bool | str = "auto"
+    check: str = "warn"
 
     def __post_init__(self) -> None:
         if (self.microbatch_size is None) == (self.accumulation_steps is None):
@@ -57,6 +59,14 @@ class Setting:
                     "batch",
                 )
             )
+        if self.check not in CHECKS:
+            raise ArgumentError(
+                explain(
+                    received=f"check={self.check!r}",
+                    expected=f"one of {', '.join(map(repr, CHECKS))}",
+                    fix="leave it out, or choose one of these",
+                )
+            )
         if self.microbatch_size == AUTO:
             return
         if self.microbatch_size is not None:
@@ -77,7 +87,7 @@ class Setting:
 
     def trainer_of_slices(self, model: Any) -> Trainer:
         """Return what trains a compiled model on whole batches, whatever the mode is."""
-        return self._trainer(model, Slices(UNBOUNDED), lambda _: None)
+        return replace(self, check="off")._trainer(model, Slices(UNBOUNDED), lambda _: None)
 
     def _trainer(
         self,
@@ -92,6 +102,7 @@ class Setting:
             batch_norm=self.batch_norm,
             coupled=self.coupled,
             workers=workers,
+            check=self.check,
             say=say,
         )
 

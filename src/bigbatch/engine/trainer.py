@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterator
 from bigbatch.backends.keras import backend_of
 from bigbatch.engine.phases import Phases
 from bigbatch.engine.planning import Planning
+from bigbatch.engine.self_check import SelfCheck
 from bigbatch.engine.workers import Workers
 
 
@@ -20,6 +21,7 @@ class Trainer:
         batch_norm: as for `accumulate`.
         coupled: as for `accumulate`.
         workers: what lets workers agree after each phase, if one may run out of memory.
+        check: as for `accumulate`.
         say: called with what users may want to know.
     """
 
@@ -31,6 +33,7 @@ class Trainer:
         batch_norm: str,
         coupled: bool | str,
         workers: Workers | None = None,
+        check: str = "off",
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.model = model
@@ -47,6 +50,9 @@ class Trainer:
             say=say,
         )
         """Decides how the loss is computed, with samples of the first batch."""
+        told = lambda: self.planning.told  # noqa: E731
+        self.self_check = SelfCheck(model, self.phases, check, say, told)
+        """Compares samples of the first batch, whole and cut."""
 
     def train(self, iterator: Any) -> dict[str, Any]:
         """Train on the next batches of `iterator`, as `fit` asks; return the logs."""
@@ -90,6 +96,9 @@ class Trainer:
         self.trace(data, types)
         if self._workers is not None:
             return self._workers.train(self.phases, data, rows)
+        if self.self_check.uses_phases:
+            is_known = types is not None and self.backend.data.has_known_count(types)
+            return self.phases.train_by_phases(data, rows, is_known=is_known)
         return self.phases.train_batch(data, rows)
 
     def trace(self, data: Any, types: Any = None) -> None:
@@ -101,14 +110,22 @@ class Trainer:
         if types is None:
             types = functions.types_of_any_count(data)
         types = functions.without_optionals(types)
-        if self._workers is not None:
+        if self.self_check.uses_phases:
+            is_known = functions.has_known_count(types)
+            self._trace_phases(functions.types_of_any_count(types), functions.INTEGER)
+            self.phases.finish.get_concrete_function(is_whole=True, is_known=is_known)
+        elif self._workers is not None:
             self._trace_phases(types, functions.INTEGER)
         elif not self.model.run_eagerly:
             self.phases.train_batch.get_concrete_function(types, functions.INTEGER)
 
     def trace_micro_batch(self, types: Any) -> None:
         """Trace what runs and counts one batch of the data set as a micro-batch."""
-        self._trace_phases(self.backend.data.without_optionals(types), None)
+        functions = self.backend.data
+        types = functions.without_optionals(types)
+        if self.self_check.uses_phases:  # whose few samples are to run in the same graph
+            types = functions.types_of_any_count(types)
+        self._trace_phases(types, None)
 
     def _trace_phases(self, types: Any, size: Any) -> None:
         if not self.model.run_eagerly:

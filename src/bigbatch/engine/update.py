@@ -51,25 +51,38 @@ class Update:
 
     def apply(self, replicas: ReplicaTotals) -> dict[str, Any]:
         """Update the model from what `local` returned, summed over replicas; return logs."""
-        ops, microbatch, totals = self._backend.ops, self._microbatch, replicas.totals
+        microbatch, totals = self._microbatch, replicas.totals
         with self._backend.updating(self._model, microbatch.captured, replicas) as apply:
-            gradients, scale = totals.gradients, ops.ones()
-            if self._replicas > 1:
-                # The sum over replicas of samples, or of what their only term divides by.
-                scale = 1 / totals.loss_weight
-                gradients = self._scaled(gradients, scale)
-            elif replicas.nominal_samples is not None and microbatch.captured:
-                scale = replicas.nominal_samples / totals.loss_weight
-                variables = [one.variables for one in microbatch.captured]
-                gradients = ops.scaled_unless_one(gradients, variables, scale)
-            means = self._scaled(gradients, None)
+            means, scale = self._means(replicas)
             if microbatch.statistics is not None and microbatch.part.gives_logs:
                 self._note(totals, means, scale)
             apply(means, self._keep_result)
             if not microbatch.part.gives_logs:
                 return {}
             microbatch.norm.update(totals.moments)
-        return microbatch.logs.update(
+        return self._logs(replicas)
+
+    def looked_at(self, replicas: ReplicaTotals) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Return the gradients that `apply` would hand to optimizers, and the logs."""
+        return self._means(replicas)[0], self._logs(replicas)
+
+    def _means(self, replicas: ReplicaTotals) -> tuple[list[list[Any]], Any]:
+        """Return the gradients of the batch, and what their sums were multiplied by."""
+        ops, microbatch, totals = self._backend.ops, self._microbatch, replicas.totals
+        gradients, scale = totals.gradients, ops.ones()
+        if self._replicas > 1:
+            # The sum over replicas of samples, or of what their only term divides by.
+            scale = 1 / totals.loss_weight
+            gradients = self._scaled(gradients, scale)
+        elif replicas.nominal_samples is not None and microbatch.captured:
+            scale = replicas.nominal_samples / totals.loss_weight
+            variables = [one.variables for one in microbatch.captured]
+            gradients = ops.scaled_unless_one(gradients, variables, scale)
+        return self._scaled(gradients, None), scale
+
+    def _logs(self, replicas: ReplicaTotals) -> dict[str, Any]:
+        totals = replicas.totals
+        return self._microbatch.logs.update(
             totals.logs, replicas.metrics, totals.samples, totals.loss_weight
         )
 

@@ -95,6 +95,9 @@ class Keras2(Keras2Fit, TensorFlowBackend):
                 adapted(model.optimizer, model.trainable_variables)
         return True
 
+    def has_seeds(self, layer: Any) -> bool:
+        return _is_random(layer)
+
     def state_of(self, model: Any) -> list[Any]:
         """Return the variables of a model that training changes beside its weights.
 
@@ -318,6 +321,16 @@ class Keras2(Keras2Fit, TensorFlowBackend):
         # `SyncBatchNormalization`, which was a class of its own.
         own = functools.partial(_batch_norm_base(layer)._calculate_mean_and_var, layer)
         return replaced(layer, _calculate_mean_and_var=own)
+
+    def choosing_moments(
+        self, layer: Any, choose: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> contextlib.AbstractContextManager[None] | None:
+        if layer.fused:  # its kernel keeps them to itself
+            return None
+        moments = layer._moments
+        return replaced(
+            layer, _moments=lambda *args, **kwargs: choose(*moments(*args, **kwargs))
+        )
 
     def clear_statistics(self, layer: Any) -> None:
         """Make the moving statistics such that a momentum of zero replaces them.

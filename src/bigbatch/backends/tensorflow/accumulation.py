@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import tensorflow as tf
 
 from bigbatch.backends.tensorflow.batch import Batch, includes
 from bigbatch.backends.tensorflow.compat import per_replica_types
 from bigbatch.backends.tensorflow.data import type_of
+from bigbatch.backends.tensorflow.dependence import changed_in, effects_in
 from bigbatch.backends.tensorflow.draws import MicrobatchRows, drawing
 from bigbatch.backends.tensorflow.sparse_rows import SparseRows
 from bigbatch.backends.tensorflow.sums import PythonSums, StoredSums
@@ -101,6 +102,37 @@ class Accumulation:
             function.get_concrete_function(tf.nest.map_structure(_type_on_one_replica, types))
             return True
         return False
+
+    @property
+    def is_any_size(self) -> bool:
+        """Whether micro-batches may have any number of samples; known once traced."""
+        return all(micro.is_any_size for micro in self._micros())
+
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether each sample has random numbers of its own, by its place in the batch."""
+        return any(place for micro in self._micros() for place in micro.places)
+
+    def assigned(self) -> list[Any]:
+        """Return the variables that a micro-batch may change, sums and metrics left out."""
+        apart = {id(variable) for variable in self._kept()}
+        found = {id(v): v for micro in self._micros() for v in changed_in(micro.graph)}
+        return [variable for key, variable in found.items() if key not in apart]
+
+    def effects(self) -> set[str]:
+        """Return the operations of a micro-batch that reach out of TensorFlow."""
+        return {name for micro in self._micros() for name in effects_in(micro.graph)}
+
+    def run_eagerly(self, context: Any, data: Any, start: int) -> Any:
+        """Return what `compute` does for one micro-batch, run by Python, to be looked at."""
+        batch = self._batch(data, is_whole=True)
+        micro = next(self._micros(), None)
+        places = micro.places if micro is not None else []
+        with drawing(MicrobatchRows(start, int(batch.count), places=places)):
+            return self._rows.compute(context, *batch.arguments(batch.leaves))
+
+    def _micros(self) -> Iterator[TracedMicrobatch]:
+        return (micro for traces in self._traces.values() for micro, _ in traces)
 
     def forget(self) -> None:
         """Forget what was traced, as other variables are there now."""

@@ -183,6 +183,23 @@ def with_any_count(leaf: Any) -> Any:
     return with_count(leaf, None)
 
 
+def first_batch(data: Any) -> Any:
+    """Return the first batch of a data set; `None` if this is none."""
+    if isinstance(data, tf.data.Dataset):
+        return next(iter(data))
+    kinds = [getattr(keras.utils, name, None) for name in ("PyDataset", "Sequence")]
+    if isinstance(data, tuple(kind for kind in kinds if kind is not None)):
+        return data[0]
+    return None
+
+
+def has_known_count(types: Any) -> bool:
+    """Say whether types tell how many samples a batch has."""
+    leaf = next(leaf for leaf in tf.nest.flatten(types) if leaf is not None)
+    leaf = next(iter(per_replica_types(leaf)), leaf)
+    return bool(leaf.shape.rank) and leaf.shape[0] is not None
+
+
 def first_rows(data: Any, count: int) -> Any:
     """Return the first `count` samples of a batch."""
     return tf.nest.map_structure(lambda leaf: rows_of(as_tensor(leaf), 0, count), data)

@@ -25,6 +25,24 @@ READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"
 ASSIGNMENTS = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
 """Operations that change a variable by a value, their second argument."""
 
+_EFFECTS = {
+    "PyFunc",
+    "PyFuncStateless",
+    "EagerPyFunc",
+    "LookupTableInsertV2",
+    "LookupTableImportV2",
+    "QueueEnqueueV2",
+    "QueueDequeueV2",
+    "WriteSummary",
+    "WriteScalarSummary",
+    "WriteFile",
+}
+_FUNCTIONS = {
+    **dict.fromkeys(_CALLS, ("f",)),
+    **dict.fromkeys(_BRANCHES, ("then_branch", "else_branch")),
+    **dict.fromkeys(("While", "StatelessWhile"), ("body",)),
+}
+
 
 class Dependence:
     """Answers for the graph of one micro-batch, also while it is being traced.
@@ -276,6 +294,22 @@ class Dependence:
         if op.get_attr("shrink_axis_mask"):
             return [elements[int(begin[0])]]
         return elements[slice(first, last, int(stride[0]))]
+
+
+def effects_in(graph: Any) -> set[str]:
+    """Return the types of operations, also in functions, whose effects cannot be undone."""
+    found, pending, seen = set(), [graph], set()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        for op in current.get_operations():
+            if op.type in _EFFECTS:
+                found.add(op.type)
+            graphs = (function_graph(current, op, one) for one in _FUNCTIONS.get(op.type, ()))
+            pending += [one for one in graphs if one is not None]
+    return found
 
 
 def changed_in(graph: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from typing import Any, Callable, Iterable, Iterator
 
 import tensorflow as tf
@@ -14,6 +15,7 @@ from bigbatch.backends.tensorflow import (
     data,
     draws,
     failures,
+    few_samples,
     ops,
     replicas,
     rollback,
@@ -30,12 +32,16 @@ from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
 from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
 from bigbatch.core.passes import Order
 
+_SWITCHES: Any = weakref.WeakKeyDictionary()
+"""The switch of each model: a `tf.function` of the user's may keep it for good."""
+
 
 class TensorFlowBackend(Backend):
     """The part of a backend that Keras 2 and Keras 3 share on TensorFlow."""
 
     ops = ops
     data = data
+    few_samples = few_samples
     OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
     LOST_WORKER = (
         tf.errors.UnavailableError,
@@ -233,6 +239,12 @@ class TensorFlowBackend(Backend):
             return None
         known = int(samples) if tf.executing_eagerly() else None
         return ops.rows(value) if value.shape[0] == known else None
+
+    def switch(self, model: Any) -> Any:
+        if model not in _SWITCHES:
+            with model.distribute_strategy.scope():
+                _SWITCHES[model] = local_variable(tf.constant(False), summed=False)
+        return _SWITCHES[model]
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         return list(map(shaped, gradients, variables))

@@ -24,6 +24,7 @@ __all__ = [
     "as_gradient_of",
     "as_type",
     "ceil",
+    "dense",
     "divided",
     "flatten",
     "is_tensor",
@@ -38,6 +39,7 @@ __all__ = [
     "rows",
     "rows_together",
     "scaled_unless_one",
+    "shaped_like",
     "size",
     "squared_norm",
     "squeeze_last",
@@ -114,6 +116,16 @@ def weight(value: Any) -> Any:
 def like(value: Any, other: Any) -> Any:
     """Return a value in the type of another."""
     return tf.cast(value, other.dtype)
+
+
+def shaped_like(value: Any, other: Any) -> Any:
+    """Return a value in the shape and the type of another."""
+    return tf.reshape(tf.cast(value, other.dtype), tf.shape(other))
+
+
+def dense(value: Any) -> Any:
+    """Return a gradient as one tensor, and `None` as it is."""
+    return None if value is None else tf.convert_to_tensor(value)
 
 
 def ones() -> Any:

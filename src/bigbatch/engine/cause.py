@@ -1,0 +1,251 @@
+"""Why micro-batches differ from the full batch: what to call it, and what to do about it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bigbatch.backends.keras import backend_of, layers_of
+from bigbatch.core.outcome import GRADIENT, LOG, VARIABLE, Item, of_parts, relative_norm
+
+LOSS = "the loss"
+_SHOWN = 3
+"""How many causes are told."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that makes updates differ."""
+
+    where: str
+    """The layer, loss, variable or logged value, by name."""
+    what: str
+    """What it does."""
+    size: float
+    """The relative difference."""
+    fix: str
+    subject: str = ""
+    """`LOSS`, or the logged value it is about, of which something may have been said."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what} (difference {self.size:.0e}). Fix: {self.fix}."
+
+
+def text_of(causes: list[Cause]) -> str:
+    """Return the text of a warning."""
+    lines = "\n".join(f"- {cause}" for cause in causes[:_SHOWN])
+    return (
+        "training will differ from the full batch. Samples of the first batch, cut into "
+        f"micro-batches, gave something else than in one part:\n{lines}"
+    )
+
+
+class Call(NamedTuple):
+    """One call of a layer, with arrays."""
+
+    layer: Any
+    inputs: list[Any]
+    outputs: list[Any]
+    losses: list[Any]
+
+
+class Part(NamedTuple):
+    """One micro-batch that Python has run: its share of the samples, and what was seen."""
+
+    share: float
+    calls: list[Call]
+    gradients: list[Any]
+
+
+def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float) -> list[Cause]:
+    """Return what makes a few samples differ when they are cut.
+
+    Args:
+        model: a Keras model.
+        trial: the samples, which can be run again by Python.
+        found: what differs, and how much.
+        rounding: the differences that mean nothing.
+    """
+    parts: list[Part] = []
+    with contextlib.suppress(Exception):  # there is a difference to tell of already
+        parts = trial.run_by_python()
+    causes = _of_layers(model, parts, rounding) if parts else []
+    causes += [_of_variable(item, size) for item, size in found.items() if _is(item, VARIABLE)]
+    gradients = {item: size for item, size in found.items() if _is(item, GRADIENT)}
+    whole = parts[0].gradients if parts else []
+    # State that differs explains gradients, if they are equal without it.
+    is_state = bool(causes) and bool(whole) and _agree(whole, _weighted(parts[1:]), rounding)
+    if gradients and not is_state and not any(one.where.startswith("layer") for one in causes):
+        logs_agree = not any(_is(item, LOG) for item in found)
+        causes.insert(0, _of_loss(model, parts, gradients, rounding, logs_agree=logs_agree))
+    return causes or [_of_log(model, item, size) for item, size in found.items()]
+
+
+def _is(item: Item, kind: str) -> bool:
+    return item.kind == kind
+
+
+def _of_layers(model: Any, parts: list[Part], rounding: float) -> list[Cause]:
+    """Return the layers whose outputs depend on other samples, innermost ones only."""
+    shares = [one.share for one in parts[1:]]
+    found: dict[int, Cause] = {}
+    for calls in zip(*(one.calls for one in parts)):
+        layer = calls[0].layer
+        if any(call.layer is not layer for call in calls):
+            return []  # not the same program: nothing can be compared
+        inner = {id(one) for one in layers_of(layer)} if layer is not model else set(found)
+        if id(layer) in found or inner & set(found):
+            continue
+        if _differ([call.inputs for call in calls], shares) > rounding:
+            continue  # by what another layer did
+        size = _differ([call.outputs for call in calls], shares)
+        if size > rounding:
+            found[id(layer)] = _mixing(model, layer, size)
+            continue
+        size = _differ([call.losses for call in calls], shares)
+        if size > rounding:
+            found[id(layer)] = _adding(layer, size)
+    return list(found.values())
+
+
+def _differ(values: list[list[Any]], shares: list[float]) -> float:
+    """Return how much values of the whole differ from those of its parts put together."""
+    largest = 0.0
+    for whole, *parts in zip(*values):
+        if whole is None or np.asarray(whole).dtype.kind != "f":
+            continue
+        largest = max(largest, relative_norm(whole, of_parts(whole, parts, shares)))
+    return largest
+
+
+def _mixing(model: Any, layer: Any, size: float) -> Cause:
+    where = f"layer {layer.name!r} ({type(layer).__name__})"
+    if backend_of(model).has_seeds(layer):
+        return Cause(
+            where,
+            "it draws random numbers that cannot be those of the full batch",
+            size,
+            "draw uniform or normal numbers by keras.random and a SeedGenerator; nothing is "
+            "wrong if others of the same distribution will do",
+        )
+    return Cause(
+        where,
+        "it mixes the samples of a batch, and a micro-batch has fewer of them",
+        size,
+        "compute every sample by itself in call(), and move what compares samples into the "
+        "loss given to compile(), which is computed on the whole batch",
+    )
+
+
+def _adding(layer: Any, size: float) -> Cause:
+    return Cause(
+        f"layer {layer.name!r} ({type(layer).__name__})",
+        "what it adds to the loss (add_loss) is no mean over samples",
+        size,
+        "divide what add_loss is given by the number of samples",
+    )
+
+
+def _of_variable(item: Item, size: float) -> Cause:
+    return Cause(
+        f"variable {item.name!r}",
+        "every micro-batch changes it, and the full batch changes it once",
+        size,
+        "assign it once per update, in on_train_batch_end of a callback",
+    )
+
+
+def _of_log(model: Any, item: Item, size: float) -> Cause:
+    if not backend_of(model).has_custom_train_step(model):
+        return Cause(
+            f"metric {item.name!r}",
+            "its result for the whole batch is not made up of those of micro-batches",
+            size,
+            "read it from evaluate(); the weights are not concerned",
+            item.name,
+        )
+    return Cause(
+        f"{item.kind} {item.name!r}",
+        "train_step returns it, and it is no mean over samples",
+        size,
+        "update a metric of the model with one value per sample and return its result()",
+    )
+
+
+def _of_loss(
+    model: Any,
+    parts: list[Part],
+    gradients: dict[Item, float],
+    rounding: float,
+    *,
+    logs_agree: bool,
+) -> Cause:
+    """Say what is wrong with the loss, or what `train_step` does with its gradients."""
+    backend = backend_of(model)
+    item = max(gradients, key=lambda one: gradients[one])
+    of = f"the gradient of {item.name!r} differs most"
+    size = gradients[item]
+    if not backend.has_custom_train_step(model):
+        if logs_agree:
+            return Cause(
+                f"the gradient of {item.name!r}",
+                "it differs, although the loss and all that is logged is equal",
+                size,
+                "report this model: nothing that bigbatch knows of makes it differ",
+            )
+        return Cause(
+            f"loss {backend.name_of_loss(model)}",
+            "it compares samples, or divides by something else than their number or their "
+            f"weights; {of}",
+            size,
+            "pass coupled=True to accumulate(), which computes it on the whole batch",
+            subject=LOSS,
+        )
+    where = f"train_step of {type(model).__name__}"
+    if parts and _agree(parts[0].gradients, _weighted(parts[1:], by_share=True), rounding):
+        return Cause(
+            where,
+            f"its loss is a sum over samples, of which micro-batches give the mean; {of}",
+            size,
+            "divide the loss by the number of samples (tf.shape(x)[0]), and multiply the "
+            "learning rate by that of the batch",
+        )
+    if logs_agree:
+        return Cause(
+            where,
+            f"what it logs is equal and its gradients are not, as if they were changed before "
+            f"they are applied (clipped or normalised by hand); {of}",
+            size,
+            "let the optimizer do it: global_clipnorm=, clipnorm= or clipvalue=",
+        )
+    return Cause(
+        where,
+        f"its loss compares samples, or divides by something else than their number; {of}",
+        size,
+        "write the forward pass in call() and the loss in compile(loss=...) or compute_loss(), "
+        "remove train_step: such a loss is then computed on the whole batch",
+        subject=LOSS,
+    )
+
+
+def _weighted(parts: list[Part], *, by_share: bool = False) -> list[Any]:
+    """Return the sum of the gradients of parts, or what it would be were they not weighted."""
+    sums: list[Any] = []
+    for values in zip(*(one.gradients for one in parts)):
+        shares = [one.share if by_share else 1.0 for one in parts]
+        is_any = all(value is not None for value in values)
+        sums.append(sum(v / s for v, s in zip(values, shares)) if is_any else None)
+    return sums
+
+
+def _agree(some: list[Any], others: list[Any], rounding: float) -> bool:
+    """Say whether gradients are the same, taken together."""
+    pairs = [(a, b) for a, b in zip(some, others) if a is not None and b is not None]
+    if not pairs:
+        return False
+    norm = np.sqrt(sum(float(np.sum(np.square(a))) for a, _ in pairs))
+    difference = np.sqrt(sum(float(np.sum(np.square(a - b))) for a, b in pairs))
+    return bool(difference <= rounding * norm)
