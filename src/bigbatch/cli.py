@@ -200,7 +200,10 @@ def _add_factory(parser: argparse.ArgumentParser) -> None:
 
 def _add_setting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--batch-norm", default="pooled", metavar="MODE", help="pooled, microbatch or frozen"
+        "--batch-norm",
+        default="pooled",
+        metavar="MODE",
+        help="pooled, exact, microbatch or frozen",
     )
     parser.add_argument(
         "--coupled",

@@ -28,7 +28,7 @@ class Trainer:
         model: Any,
         feed: Any,
         *,
-        batch_norm: str,
+        batch_norm: Any,
         coupled: bool | str,
         workers: Workers | None = None,
         say: Callable[[str], None] = lambda _: None,
