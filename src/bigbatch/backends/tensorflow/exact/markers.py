@@ -13,6 +13,7 @@ from typing import Any, Iterator
 
 import tensorflow as tf
 
+from bigbatch.backends.tensorflow.compat import is_branch
 from bigbatch.backends.tensorflow.draws import running
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE
 from bigbatch.errors import ContextError, explain
@@ -37,7 +38,10 @@ class Markers:
 
     def sum(self, tensor: Any, gradient_of: str | None = None) -> Any:
         """Return the sum of a tensor over all micro-batches."""
-        if tf.compat.v1.get_default_graph() is not self.graph:
+        graph = tf.compat.v1.get_default_graph()
+        if graph is not self.graph and not is_branch(graph):
+            return tensor  # after the last update of a pass, what follows is discarded
+        if graph is not self.graph:
             raise ContextError(
                 explain(
                     received="BatchNormalization, or cross_microbatch_sum, inside a tf.cond, "
