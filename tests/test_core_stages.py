@@ -64,14 +64,14 @@ def simultaneously(operations, about) -> list[float]:
     return [sum(values[name]) for name in about["results"]]
 
 
-def in_stages(operations, about, every) -> tuple[list[float], int]:
+def in_stages(operations, about, every, refills=True) -> tuple[list[float], int]:
     """Run passes as planned; return results, and how many tensors are stored at most."""
     stages = Stages(operations, about["results"])
     known: dict = {}
     stored: dict = {}
     totals = dict.fromkeys(range(len(about["results"])), 0.0)
     most = 0
-    for one in passes(stages, every):
+    for one in passes(stages, every, refills=refills):
         sums = dict.fromkeys((operation.name for operation in one.sums), 0.0)
         new = {name: [] for name in one.stores}
         for i, sample in enumerate(SAMPLES):
@@ -98,19 +98,24 @@ def in_stages(operations, about, every) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("short_branch", [False, True])
 @pytest.mark.parametrize("every", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("refills", [True, False])
 @pytest.mark.parametrize("blocks", [0, 1, 2, 7])
-def test_passes_compute_what_micro_batches_do_side_by_side(blocks, every, short_branch):
+def test_passes_compute_what_micro_batches_do_side_by_side(
+    blocks, refills, every, short_branch
+):
     if short_branch and not blocks:
         return
     operations, about = net(blocks, short_branch)
-    found, _ = in_stages(operations, about, every)
+    found, _ = in_stages(operations, about, every, refills)
     assert found == pytest.approx(simultaneously(operations, about), rel=1e-12)
 
 
 def test_fewer_checkpoints_store_less():
     operations, about = net(16)
-    most = [in_stages(operations, about, every)[1] for every in (1, 4)]
+    choices = [(1, True), (4, True), (4, False)]
+    most = [in_stages(operations, about, *choice)[1] for choice in choices]
     assert most[1] < most[0] / 1.5
+    assert most[2] < most[1]
 
 
 def test_the_backward_pass_mirrors_the_forward_pass():

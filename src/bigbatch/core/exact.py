@@ -25,8 +25,10 @@ class ExactBatchNorm:
     Args:
         checkpoint_every: how many stages lie between two whose boundaries are stored until the
             backward pass: "all" stores every boundary, which takes the most memory and the
-            least time; a larger number takes less memory and more time. "auto" is √L for L
-            BatchNormalization layers one after the other: about the least memory.
+            least time. With a number, every stage of the backward pass computes again what it
+            needs from the last stored one: the larger the number, the less memory and the more
+            time. "auto" is between: for L BatchNormalization layers one after the other, the
+            boundaries of every √L-th stage are stored, and the others once more, √L at a time.
         storage: where the boundaries are stored: on the "device" that computes, or on the
             "host", which is slower, on devices that have memory of their own.
 
@@ -49,6 +51,11 @@ class ExactBatchNorm:
                     fix='leave it out, or pass storage="host" to use the memory of the host',
                 )
             )
+
+    @property
+    def refills(self) -> bool:
+        """Whether boundaries between two stored ones are stored again, all at once."""
+        return self.checkpoint_every in (ALL, AUTO)
 
     def stages_between_checkpoints(self, depth: int) -> int:
         """Return the number that `checkpoint_every` stands for, given the levels of sums.

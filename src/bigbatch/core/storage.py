@@ -2,8 +2,9 @@
 
 A pass runs some operations on every micro-batch. What one stage needs of another is stored for
 every micro-batch, or computed again from what is stored: less memory for more time. Stored are
-the tensors at the boundaries of every m-th stage of the forward pass. Before the backward pass
-reaches the stages between two of them, one pass computes their boundaries again.
+the tensors at the boundaries of every m-th stage of the forward pass. When the backward pass
+reaches the stages between two of them, either one pass computes and stores their boundaries
+again, or every stage computes again what it needs: less memory still, and more time.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ class Pass:
         return not (self.stores or self.sums or self.effects or self.results)
 
 
-def passes(stages: Stages, checkpoint_every: int) -> list[Pass]:
+def passes(stages: Stages, checkpoint_every: int, *, refills: bool = True) -> list[Pass]:
     """Return the passes of a batch, in their order.
 
     Args:
         stages: the stages of a micro-batch.
         checkpoint_every: how many stages of the forward pass lie between two whose boundaries
             are stored until the backward pass; 1 stores all.
+        refills: whether the boundaries between two of those are stored again, all at once,
+            when the backward pass comes to them.
     """
     plan = _Plan(stages)
     plan.forward()
-    plan.backward(checkpoint_every)
+    plan.backward(checkpoint_every, refills=refills)
     _set_lifetimes(plan.passes)
     return plan.passes
 
@@ -146,18 +149,19 @@ class _Plan:
             here, following = self._at.forward[level], self._at.forward[level + 1]
             self._add(Pass(level, stores=following - here), here)
 
-    def backward(self, every: int) -> None:
+    def backward(self, every: int, *, refills: bool) -> None:
         """Add the pass of the loss and those of the backward pass."""
         stages, at = self._stages, self._at
         depth = stages.depth
         starts = list(range(0, depth + 1, every))
         checkpoints = set().union(*(at.forward[start] for start in starts))
-        segment = set().union(*at.forward[starts[-1] :])
+        segment = set().union(*at.forward[starts[-1] if refills else depth :])
         for level in range(depth, len(at.backward) - 1):
             mirrored = max(0, 2 * depth - level)
             while mirrored < starts[-1]:
                 end = starts.pop()
-                segment = set().union(*at.forward[starts[-1] + 1 : end]) - checkpoints
+                inside = at.forward[starts[-1] + 1 : end] if refills else []
+                segment = set().union(*inside) - checkpoints
                 self._add(Pass(starts[-1], stores=set(segment)), checkpoints, is_again=True)
             here, following = at.backward[level], at.backward[level + 1]
             self._add(Pass(level, stores=following - here), checkpoints | segment | here)

@@ -83,6 +83,35 @@ def test_a_custom_train_step():
     check_same(case.train(exactly()), case.train(), TOLERANCE)
 
 
+class TwoUpdates(keras.Model):
+    """A `train_step` whose second update depends on the first."""
+
+    def __init__(self):
+        super().__init__()
+        norm = keras.layers.BatchNormalization()
+        parts = [keras.layers.Conv2D(4, 3), norm, keras.layers.ReLU(), keras.layers.Flatten()]
+        self.body, self.head = keras.Sequential(parts), keras.layers.Dense(5)
+        self.second = keras.optimizers.SGD(0.05)
+
+    def call(self, x, training=False):
+        return self.head(self.body(x, training=training))
+
+    def train_step(self, data):
+        losses = []
+        for optimizer, part in ((self.optimizer, self), (self.second, self.head)):
+            with tf.GradientTape() as tape:
+                outputs = self(data[0], training=True)
+                losses.append(self.compute_loss(x=data[0], y=data[1], y_pred=outputs))
+            gradients = tape.gradient(losses[-1], part.trainable_variables)
+            optimizer.apply(gradients, part.trainable_variables)
+        return {"loss": losses[0], "second": losses[1]}
+
+
+def test_updates_that_depend_on_one_another():
+    case = case_of(TwoUpdates, compile={}, fit={"batch_size": BATCH, "epochs": 1})
+    check_same(case.train(exactly()), case.train(), TOLERANCE)
+
+
 @pytest.mark.parametrize("synchronized", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_replicas_are_one_device(mirrored, synchronized):
     """24 samples are 12 + 12, of 5 + 5 + 2 each; the reference has one device."""

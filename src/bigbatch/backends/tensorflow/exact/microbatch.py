@@ -78,7 +78,8 @@ class StagedMicrobatch:
         )
         self.sums = self._stages.depth
         """How many sums over micro-batches follow one another in the forward pass."""
-        self._passes = passes(self._stages, choice.stages_between_checkpoints(self.sums))
+        every = choice.stages_between_checkpoints(self.sums)
+        self._passes = passes(self._stages, every, refills=choice.refills)
         self._storage = _HOST_DEVICE if choice.storage == HOST else None
 
     def run(
