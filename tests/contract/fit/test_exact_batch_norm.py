@@ -98,12 +98,12 @@ class TwoUpdates(keras.Model):
 
     def train_step(self, data):
         losses = []
-        for optimizer, part in ((self.optimizer, self), (self.second, self.head)):
+        for one, part in ((self.optimizer, self), (self.second, self.head)):
             with tf.GradientTape() as tape:
                 outputs = self(data[0], training=True)
                 losses.append(self.compute_loss(x=data[0], y=data[1], y_pred=outputs))
             gradients = tape.gradient(losses[-1], part.trainable_variables)
-            optimizer.apply(gradients, part.trainable_variables)
+            one.apply(gradients, part.trainable_variables)
         return {"loss": losses[0], "second": losses[1]}
 
 

@@ -83,7 +83,9 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
             model._symbolic_build(data_batch=data_batch)
 
     def refuse_exact(self, model: Any, layers: list[Any]) -> None:
-        refuse_exact(model, layers)
+        moments = self.keras.layers.BatchNormalization._moments
+        others = [layer for layer in layers if type(layer)._moments is not moments]
+        refuse_exact(model, layers, others)
 
     def statistics_of_batch(self, layer: Any) -> contextlib.AbstractContextManager[None]:
         # Read now: a layer that is called twice has moved it before the second call.

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from bigbatch.errors import ArgumentError, explain
 
 
-def refuse_exact(model: Any, layers: list[Any]) -> None:
+def refuse_exact(model: Any, layers: list[Any], others: list[Any]) -> None:
     """Raise if a model cannot be trained with statistics of the whole batch.
 
     Args:
         model: a Keras 3 model.
         layers: its batch normalisation layers that are trained.
+        others: those of them that compute statistics in a way of their own.
     """
+    own = {id(layer) for layer in others}
     if model.run_eagerly:
         raise ArgumentError(
             explain(
@@ -35,7 +36,7 @@ def refuse_exact(model: Any, layers: list[Any]) -> None:
                     'or use batch_norm="pooled"',
                 )
             )
-        if type(layer)._moments is not keras.layers.BatchNormalization._moments:
+        if id(layer) in own:
             raise ArgumentError(
                 explain(
                     received=f'batch_norm="exact" and {layer.name}, a {type(layer).__name__} '
