@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import bigbatch
 
-from stack import keras
+from stack import IS_KERAS_3, keras
 
 X, Y = np.ones((100, 5)), np.ones((100, 3))
 layers = keras.layers
@@ -86,7 +86,8 @@ def test_replicas(capsys, mirrored):
         (
             "pooled",
             "uses statistics of micro-batches, and its moving statistics are those of the "
-            "whole batch",
+            "whole batch"
+            + ('; batch_norm="exact" for those of the full batch' if IS_KERAS_3 else ""),
         ),
         ("microbatch", "uses and moves by statistics of micro-batches"),
         ("frozen", "is frozen"),
@@ -105,6 +106,25 @@ def test_how_layers_normalise_by_name(capsys, batch_norm, expected):
     # One micro-batch per batch is the full batch.
     plain = {"microbatch_size": 100, "batch_norm": batch_norm}
     assert len(said(capsys, plain, model_layers=model_layers())) == 1
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no exact batch normalisation")
+@pytest.mark.parametrize(
+    ("batch_norm", "expected"),
+    [
+        ("exact", "about √stages of them stored; time of a batch 1.5 to 2.5 times"),
+        (bigbatch.ExactBatchNorm("all"), "all stages stored; time of a batch about 1.2 times"),
+        (
+            bigbatch.ExactBatchNorm(8, storage="host"),
+            "every 8th stage stored, in the memory of the host; "
+            "time of a batch 1.5 to 2.5 times",
+        ),
+    ],
+)
+def test_exact_batch_normalisation_and_its_cost(capsys, batch_norm, expected):
+    setting = {"microbatch_size": 4, "batch_norm": batch_norm}
+    lines = said(capsys, setting, model_layers=[layers.BatchNormalization(name="norm")])
+    assert lines[1:] == [f"bigbatch: exact batch normalisation: norm ({expected})"]
 
 
 def test_it_is_silent_with_verbose_0_and_says_it_once_per_fit(capsys):

@@ -247,6 +247,7 @@ def test_commands_and_flags_are_frozen():
 
 def test_public_names_are_frozen():
     assert bigbatch.__all__ == [
+        "ExactBatchNorm",
         "GradientAccumulator",
         "Monitor",
         "NoiseScale",
@@ -256,6 +257,8 @@ def test_public_names_are_frozen():
         "Verification",
         "__version__",
         "accumulate",
+        "cross_microbatch_gather",
+        "cross_microbatch_sum",
         "grow",
         "microbatch_size",
         "piecewise",

@@ -171,6 +171,16 @@ def test_masks_are_attributes_of_tensors():
     assert keras_compat.mask_of(tf.zeros([1])) is None
 
 
+def test_the_moments_of_batch_normalisation():
+    layer = keras.layers.BatchNormalization(momentum=0.0, epsilon=0.0)
+    layer.build((None, 2))
+    assert layer._reduction_axes == [0]
+    vars(layer)["_moments"] = lambda inputs, mask: (inputs[0] * 0 + 1.0, inputs[0] * 0 + 4.0)
+    outputs = layer(np.ones((3, 2), "float32") * 5, training=True)
+    np.testing.assert_allclose(outputs, 2 * np.ones((3, 2)))
+    np.testing.assert_allclose(layer.moving_variance, [4.0, 4.0])
+
+
 def test_private_names_are_used_nowhere_else():
     # `_x` of an object that is not `self` or `cls` is somebody else's.
     found = []

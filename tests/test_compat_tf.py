@@ -239,3 +239,46 @@ def test_code_that_runs_eagerly_while_a_graph_is_built():
         with compat.eagerly():
             assert tf.executing_eagerly()
         assert not tf.executing_eagerly()
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="for exact batch normalisation, of Keras 3")
+def test_functions_are_inlined_with_autograph_and_only_in_the_block():
+    @tf.function
+    def inner(x):
+        if tf.reduce_sum(x) > 0:
+            x = 2 * x
+        return x
+
+    def outer(x):
+        with compat.inlined_functions():
+            inlined = inner(x)
+        return inlined + inner(x)
+
+    def kinds(function):
+        graph = tf.function(function, autograph=False).get_concrete_function(1.0).graph
+        return [op.type for op in graph.get_operations()]
+
+    found = kinds(outer)
+    assert "StatelessIf" in found, "adapt compat.inlined_functions to this TensorFlow"
+    assert sum("PartitionedCall" in kind for kind in found) == 1
+
+
+def test_operations_are_copied_with_the_functions_they_call():
+    @tf.function(autograph=False)
+    def original(x):
+        y = tf.cond(x > 0, lambda: 2 * x, lambda: x)
+        return tf.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y + x), [0, y])[1]
+
+    graph = original.get_concrete_function(tf.TensorSpec([])).graph
+
+    @tf.function(autograph=False)
+    def copy(x):
+        values = {graph.inputs[0].name: x}
+        for op in graph.get_operations():
+            if op.outputs[0].name not in values:
+                inputs = [values[tensor.name] for tensor in op.inputs]
+                outputs = compat.copied_operation(op, inputs)
+                values.update(zip((tensor.name for tensor in op.outputs), outputs))
+        return values[graph.outputs[0].name]
+
+    assert [float(copy(tf.constant(x))) for x in (2.0, -1.0)] == [10.0, -4.0]

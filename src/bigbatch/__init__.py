@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 from bigbatch.errors import MissingFrameworkError, explain
 
 if TYPE_CHECKING:
+    from bigbatch.backends.cross_microbatch import (
+        cross_microbatch_gather as cross_microbatch_gather,
+    )
+    from bigbatch.backends.cross_microbatch import cross_microbatch_sum as cross_microbatch_sum
     from bigbatch.backends.learning_rate import scale_learning_rate as scale_learning_rate
+    from bigbatch.core.exact import ExactBatchNorm as ExactBatchNorm
     from bigbatch.core.noise import NoiseScaleEstimator as NoiseScaleEstimator
     from bigbatch.core.schedules import grow as grow
     from bigbatch.core.schedules import piecewise as piecewise
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ExactBatchNorm": "bigbatch.core.exact",
     "GradientAccumulator": "bigbatch.loops.accumulator",
     "Monitor": "bigbatch.diagnostics.monitor",
     "NoiseScale": "bigbatch.diagnostics.noise_scale",
@@ -40,6 +46,8 @@ _HOMES = {
     "Plan": "bigbatch.planner.plan",
     "Verification": "bigbatch.diagnostics.verification",
     "accumulate": "bigbatch.engine.accumulate",
+    "cross_microbatch_gather": "bigbatch.backends.cross_microbatch",
+    "cross_microbatch_sum": "bigbatch.backends.cross_microbatch",
     "grow": "bigbatch.core.schedules",
     "microbatch_size": "bigbatch.engine.accumulate",
     "piecewise": "bigbatch.core.schedules",
@@ -51,6 +59,7 @@ _HOMES = {
 }
 
 _WITHOUT_FRAMEWORK = {
+    "bigbatch.core.exact",
     "bigbatch.core.noise",
     "bigbatch.core.schedules",
     "bigbatch.diagnostics.verification",
@@ -59,6 +68,7 @@ _WITHOUT_FRAMEWORK = {
 }
 
 __all__ = [
+    "ExactBatchNorm",
     "GradientAccumulator",
     "Monitor",
     "NoiseScale",
@@ -68,6 +78,8 @@ __all__ = [
     "Verification",
     "__version__",
     "accumulate",
+    "cross_microbatch_gather",
+    "cross_microbatch_sum",
     "grow",
     "microbatch_size",
     "piecewise",

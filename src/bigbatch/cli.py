@@ -48,7 +48,7 @@ examples:
 exit codes: 0 all is well, 2 it could not be run
 """
 
-_BATCH_NORM = ("pooled", "microbatch", "frozen")
+_BATCH_NORM = ("pooled", "exact", "microbatch", "frozen")
 """What `batch_norm` can be: the engine, which says so too, would import Keras."""
 
 _RUN = """\

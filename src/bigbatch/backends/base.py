@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager as Block
 from typing import Any, Callable, Iterable
 
 from bigbatch.backends.updates import SeveralUpdates
+from bigbatch.core.exact import ExactBatchNorm
+from bigbatch.errors import ArgumentError, explain
 
 
 class Backend(SeveralUpdates, abc.ABC):
@@ -89,6 +91,7 @@ class Backend(SeveralUpdates, abc.ABC):
         compute: Callable[[Any, Any], Any],
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
+        exact: ExactBatchNorm | None = None,
     ) -> Any:
         """Return what runs a function on micro-batches and adds up: see `Accumulation`."""
 
@@ -419,3 +422,18 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def knows_mask(self, layer: Any) -> bool:
         """Say whether a layer leaves out of its statistics what is masked."""
+
+    def refuse_exact(self, model: Any, layers: list[Any]) -> None:
+        """Raise if layers cannot normalise with the statistics of the whole batch."""
+        del model, layers
+        raise ArgumentError(
+            explain(
+                received='batch_norm="exact" with this backend or version of Keras',
+                expected="Keras 3 on TensorFlow",
+                fix='use batch_norm="pooled", which pools the moving statistics',
+            )
+        )
+
+    def statistics_of_batch(self, layer: Any) -> Block[None]:
+        """Return a block in which a layer takes the statistics of the whole batch."""
+        raise NotImplementedError

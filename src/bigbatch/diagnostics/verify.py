@@ -18,6 +18,7 @@ from bigbatch.backends.keras import (
     optimizers_of,
 )
 from bigbatch.core.arguments import positive_integer
+from bigbatch.core.exact import ExactBatchNorm
 from bigbatch.core.patching import replaced
 from bigbatch.core.report import progress
 from bigbatch.diagnostics.update import Update, differences_of, observed, relative
@@ -43,7 +44,7 @@ def verify(
     sample_weight: Any = None,
     *,
     microbatch_size: int,
-    batch_norm: str = "pooled",
+    batch_norm: str | ExactBatchNorm = "pooled",
     coupled: bool | Literal["auto"] = "auto",
     verbose: bool = True,
 ) -> Verification:
@@ -304,6 +305,8 @@ class _Comparison:
         norm = BatchNorm(self._model, self._setting.batch_norm)
         for layer in self._tried(sample.mixing_layers, norm.watching()):
             is_norm = self._backend.is_batch_norm(layer)
+            if is_norm and norm.is_exact:
+                continue
             self._hazards.append(
                 Hazard(
                     _name(layer),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from bigbatch.backends.keras import backend_of, check_model
 from bigbatch.core.arguments import keywords_explained
+from bigbatch.core.exact import ExactBatchNorm
 from bigbatch.core.size_search import chosen_size
 from bigbatch.core.window import AccumulationSteps
 from bigbatch.engine.hooks import attach, check_optimizers, detach, size_of
@@ -25,7 +26,7 @@ def accumulate(
     *,
     microbatch_size: int | str | None = None,
     accumulation_steps: AccumulationSteps = None,
-    batch_norm: str = "pooled",
+    batch_norm: str | ExactBatchNorm = "pooled",
     coupled: bool | Literal["auto"] = "auto",
     check: str = "warn",
 ) -> Any:
@@ -61,9 +62,11 @@ def accumulate(
             the number of updates made to one (a batch-size schedule).
         batch_norm: what BatchNormalization does, which normalises with the statistics of a
             micro-batch: "pooled" (its moving statistics are moved once per batch, by those of
-            the whole batch), "microbatch" (as Keras has it) or "frozen" (inference mode). On
-            several replicas a micro-batch's statistics are those of one replica, also with
-            `synchronized=True`.
+            the whole batch), "exact" or an `ExactBatchNorm` (it normalises with the statistics
+            of the whole batch, gradients included, over all replicas: micro-batches run in
+            stages, which takes more time; Keras 3 on TensorFlow), "microbatch" (as Keras has
+            it) or "frozen" (inference mode). But for "exact", on several replicas a
+            micro-batch's statistics are those of one replica, also with `synchronized=True`.
         coupled: whether the loss is computed on the whole batch, as contrastive losses and
             losses that divide by labels must be. Then two passes are made over a batch: outputs
             first, the loss of the whole batch, and gradients in the second pass. That is exact

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Iterable
 
 from bigbatch.backends.keras import backend_of
-from bigbatch.engine.batch_norm import MODES, batch_norms_of, is_pooled
+from bigbatch.core.exact import ALL, AUTO, HOST, ExactBatchNorm, exact_choice
+from bigbatch.engine.batch_norm import batch_norms_of, is_pooled
 from bigbatch.engine.settings import Setting
+from bigbatch.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,14 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
     if count:
         parts.append(f"gradient buffer {_bytes(count)}")
     lines = [", ".join(parts)]
+    exact, norms = exact_choice(setting.batch_norm), batch_norms_of(model)
+    if exact and norms:
+        lines.append(_exact_line(exact, norms))
     size, batch = setting.microbatch_size, epoch.batch_size
     size = None if isinstance(size, str) else size
     is_plain = setting.accumulation_steps == 1 or (size and batch and size >= batch)
     if not is_plain:
-        lines += _kept_by_layers(model, setting.batch_norm)
+        lines += _kept_by_layers(model, setting)
     return "\n".join(f"bigbatch: {line}" for line in lines)
 
 
@@ -114,12 +119,41 @@ def _product(size: int, count: int, replicas: int) -> str:
     return text + (f" × {replicas} replicas" if replicas > 1 else "")
 
 
-def _kept_by_layers(model: Any, batch_norm: str) -> list[str]:
-    """Say how layers normalise, and which of them draw their own random numbers."""
+def _could_be_exact(model: Any, setting: Setting) -> bool:
+    """Say whether layers that normalise with micro-batches could do so with the batch."""
     norms = batch_norms_of(model)
+    if setting.batch_norm != "pooled" or not norms:
+        return False
+    try:
+        backend_of(model).refuse_exact(model, norms)
+    except ArgumentError:
+        return False
+    return True
+
+
+def _exact_line(exact: ExactBatchNorm, norms: list[Any]) -> str:
+    """Say how layers normalise with the statistics of the whole batch, and what it costs."""
+    every = exact.checkpoint_every
+    stored = {ALL: "all stages stored", AUTO: "about √stages of them stored"}.get(
+        str(every), f"every {every}th stage stored"
+    )
+    cost = (
+        "time of a batch about 1.2 times"
+        if every == ALL
+        else "time of a batch 1.5 to 2.5 times"
+    )
+    where = ", in the memory of the host" if exact.storage == HOST else ""
+    return f"exact batch normalisation: {_names(norms)} ({stored}{where}; {cost})"
+
+
+def _kept_by_layers(model: Any, setting: Setting) -> list[str]:
+    """Say how layers normalise, and which of them draw their own random numbers."""
+    batch_norm = setting.batch_norm
+    norms = [] if exact_choice(batch_norm) else batch_norms_of(model)
     pooled = [layer for layer in norms if is_pooled(layer, batch_norm)]
     others = [layer for layer in norms if layer not in pooled]
-    exact = '; batch_norm="exact" for those of the full batch' if "exact" in MODES else ""
+    could_be = _could_be_exact(model, setting)
+    exact = '; batch_norm="exact" for those of the full batch' if could_be else ""
     frozen = "BatchNormalization is frozen"
     moving = f"BatchNormalization uses and moves by statistics of micro-batches{exact}"
     what = {

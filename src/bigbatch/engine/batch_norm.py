@@ -1,4 +1,4 @@
-"""Batch normalisation under accumulation: three ways, of which pooling is the default."""
+"""Batch normalisation under accumulation: four ways, of which pooling is the default."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import functools
 from typing import Any, Iterator
 
 from bigbatch.backends.keras import backend_of, layers_of
+from bigbatch.core.exact import exact_choice
 from bigbatch.core.patching import replaced
 
-MODES = ("pooled", "microbatch", "frozen")
+MODES = ("pooled", "exact", "microbatch", "frozen")
 
 
 def batch_norms_of(model: Any) -> list[Any]:
@@ -18,7 +19,7 @@ def batch_norms_of(model: Any) -> list[Any]:
     return [layer for layer in layers_of(model) if is_batch_norm(layer) and layer.trainable]
 
 
-def is_pooled(layer: Any, mode: str) -> bool:
+def is_pooled(layer: Any, mode: Any) -> bool:
     """Say whether a layer's moving statistics are those of the whole batch."""
     # With renorm a layer reads its moving statistics in training: it stays as it is.
     return mode == "pooled" and not getattr(layer, "renorm", False)
@@ -29,17 +30,23 @@ class BatchNorm:
 
     - "pooled": each micro-batch is normalised with its own statistics, and the moving
       statistics are moved once, by those of the whole batch;
+    - "exact", or an `ExactBatchNorm`: the statistics of the whole batch normalise, and move the
+      moving statistics, once;
     - "microbatch": as Keras has it, the moving statistics are moved by every micro-batch;
     - "frozen": the moving statistics normalise, and are not moved.
 
     Args:
         model: the model.
-        mode: one of `MODES`.
+        mode: one of `MODES`, or an `ExactBatchNorm`.
     """
 
-    def __init__(self, model: Any, mode: str) -> None:
+    def __init__(self, model: Any, mode: Any) -> None:
         self._model = model
         self._backend = backend_of(model)
+        self.is_exact = exact_choice(mode) is not None
+        """Whether micro-batches run in stages, with statistics of them all."""
+        if self.is_exact:
+            self._backend.refuse_exact(model, batch_norms_of(model))
         self._ops = self._backend.ops
         self._mode = mode
         self._called: list[Any] = []
@@ -63,6 +70,9 @@ class BatchNorm:
                 if self._mode == "frozen":
                     call = functools.partial(_call_frozen, layer.call)
                     stack.enter_context(replaced(layer, call=call))
+                    continue
+                if self.is_exact:
+                    stack.enter_context(self._backend.statistics_of_batch(layer))
                     continue
                 # Replicas may have different numbers of micro-batches: they cannot meet.
                 stack.enter_context(self._backend.alone(layer))

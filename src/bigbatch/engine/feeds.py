@@ -148,8 +148,7 @@ class Batches:
         if self._held or not trainer.planning.is_done:
             return True
         phases = trainer.phases
-        is_coupled = phases.full_batch_loss is not None
-        return phases.needs_counts or phases.runs_again or is_coupled
+        return phases.needs_counts or phases.runs_again or phases.needs_whole_batch
 
     def _run_waiting(self, trainer: Trainer, *, is_last: bool) -> None:
         """Make the updates for which enough batches wait in the iterator, or a short one."""
@@ -270,7 +269,7 @@ class Batches:
         """Trace a micro-batch, and what runs it, for all batches of the data set."""
         is_open = self._filled > 0 and not self._held
         is_new = trainer.phases.prepare(self._types, self._lengths, None, is_open=is_open)
-        if is_new and trainer.phases.full_batch_loss is None:
+        if is_new and not trainer.phases.needs_whole_batch:
             trainer.trace_micro_batch(self._types)
 
     def _add_next(self, trainer: Trainer, iterator: Any, wanted: int) -> int:
@@ -292,7 +291,7 @@ class Batches:
             self._prepare(trainer)
             phases.learn(held[0], None)
             trainer.self_check.at(held[0], None)
-        if phases.full_batch_loss is not None:
+        if phases.needs_whole_batch:
             self._held, parts = [], len(held)  # or inputs would be in memory twice
             joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)
             del held

@@ -12,6 +12,7 @@ import contextlib
 from typing import Any, Iterator, NamedTuple
 
 from bigbatch.backends.keras import backend_of, mask_of, set_mask
+from bigbatch.core.exact import exact_choice
 from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_norm import batch_norms_of
 from bigbatch.engine.captured import CapturedGradients, Capturing
@@ -204,7 +205,7 @@ class FullBatchLoss:
             variable.assign(ops.where(share.is_first, ops.tensor(variable), value))
 
 
-def check_two_passes(model: Any, batch_norm: str) -> None:
+def check_two_passes(model: Any, batch_norm: Any) -> None:
     """Raise if two passes over a batch would not be exact for a model."""
     if backend_of(model).has_custom_train_step(model):
         raise ArgumentError(
@@ -214,6 +215,15 @@ def check_two_passes(model: Any, batch_norm: str) -> None:
                 expected="a model that leaves train_step to Keras",
                 fix="write the forward pass in call() and the loss in compute_loss() or in "
                 "compile(loss=...), and remove train_step",
+            )
+        )
+    if exact_choice(batch_norm) is not None:
+        raise ArgumentError(
+            explain(
+                received='coupled=True and batch_norm="exact"',
+                expected="one of them: two passes, or stages",
+                fix="leave coupled out, and gather what the loss compares with "
+                'bigbatch.cross_microbatch_gather; or pass batch_norm="frozen"',
             )
         )
     norms = [] if batch_norm == "frozen" else batch_norms_of(model)

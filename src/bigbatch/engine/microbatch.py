@@ -55,7 +55,7 @@ class MicroBatch:
     def __init__(
         self,
         model: Any,
-        batch_norm: str,
+        batch_norm: Any,
         part: Pass = ALL_UPDATES,
         made: dict[int, Any] | None = None,
         plan: LossPlan | None = None,
@@ -146,18 +146,22 @@ class MicroBatch:
         def weight() -> Any:  # known when the loss is
             return self._loss_weight(recorder, samples) / context.nominal_samples
 
+        def weigh(loss: Any) -> Any:
+            return loss if self.norm.is_exact else ops.times(loss, weight())
+
         seen = _Updates(self, weight, samples / context.nominal_samples)
         with seen.leaving, contextlib.ExitStack() as stack:
             for number in range(self.part.first):
                 self.made[number].undo()
             moments = stack.enter_context(self.norm.watching())
+            if self.norm.is_exact:  # gradients of several micro-batches meet in its layers
+                stack.enter_context(ops.weighted_gradients(weight))
             stack.enter_context(recorder.watching(model))
             metrics = stack.enter_context(self.logs.metrics.watching(self.plan))
             stack.enter_context(backend.losses_of_one_replica(model, self._replicas))
             stack.enter_context(backend.metrics_on_replicas(model))
-            scaled = lambda loss: ops.times(loss, weight())  # noqa: E731
             results = stack.enter_context(self.logs.watching())
-            stack.enter_context(self._capturing.gradients(scaled, seen.take))
+            stack.enter_context(self._capturing.gradients(weigh, seen.take))
             logs = backend.train_step_of(model)(data)
         self.captured = captured = seen.captured
         loss_weight = self._loss_weight(recorder, samples)
@@ -307,7 +311,8 @@ class _Updates:
         if part.captures(one.number):
             self.captured.append(one)
             self.gradients.append(one.gradients)
-            weighted = microbatch.keep(one, self._weight())
+            is_exact = microbatch.norm.is_exact  # then gradients have their weight already
+            weighted = microbatch.keep(one, None if is_exact else self._weight())
             if microbatch.statistics is not None and microbatch.statistics.with_noise:
                 # Divided by what they were weighted by, but for one factor of the samples.
                 norm = backend.ops.divided(backend.ops.squared_norm(weighted), self._share)

@@ -6,6 +6,7 @@ import functools
 from typing import Any, Callable, NamedTuple
 
 from bigbatch.backends.keras import backend_of
+from bigbatch.core.exact import exact_choice
 from bigbatch.core.passes import ALL_UPDATES, Pass, Plan, plan_of
 from bigbatch.engine.captured import CapturedGradients
 from bigbatch.engine.loss_plan import LossPlan
@@ -42,7 +43,7 @@ class Passes:
         say: called with what users may want to know.
     """
 
-    def __init__(self, model: Any, batch_norm: str, say: Callable[[str], None]) -> None:
+    def __init__(self, model: Any, batch_norm: Any, say: Callable[[str], None]) -> None:
         self._model, self._batch_norm, self._say = model, batch_norm, say
         self._backend = backend_of(model)
         self._made: dict[int, Any] = {}
@@ -63,7 +64,10 @@ class Passes:
     def _pass(self, part: Pass, plan: LossPlan | None = None) -> PassRun:
         model = self._model
         microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan)
-        runs = self._backend.accumulation(model, microbatch.run, microbatch.kept, self.before)
+        exact = exact_choice(self._batch_norm)
+        choice = {"exact": exact} if exact else {}
+        kept = microbatch.kept
+        runs = self._backend.accumulation(model, microbatch.run, kept, self.before, **choice)
         return PassRun(microbatch, runs, Update(model, microbatch))
 
     @property

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any, Callable
 
 from bigbatch.backends.keras import backend_of
+from bigbatch.core.exact import exact_choice
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
 from bigbatch.engine.loss_terms import Lengths
 from bigbatch.engine.microbatch import CountsNeededError, MicroBatch
@@ -50,7 +51,7 @@ class Phases:
         self,
         model: Any,
         *,
-        batch_norm: str,
+        batch_norm: Any,
         coupled: bool,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -66,7 +67,12 @@ class Phases:
             self.use_full_batch_loss()
         first = self._passes.all_updates.microbatch
         before = self._passes.before
-        self._counts = backend.accumulation(model, first.count, first.kept, before)
+        exact = exact_choice(batch_norm)
+        self._counts = backend.accumulation(
+            model, first.count, first.kept, before, **({"exact": exact} if exact else {})
+        )
+        self.is_exact = exact is not None
+        """Whether micro-batches run in stages, with sums over them all between."""
         self.context = backend.replica_vector(model)
         """What micro-batches know of their batch, on each replica: a `BatchContext`."""
         self._is_known = False
@@ -80,6 +86,11 @@ class Phases:
     def use_full_batch_loss(self) -> None:
         """Compute the loss on whole batches, by two passes; called before the first of them."""
         self.full_batch_loss = FullBatchLoss(self._model, self.microbatch)
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether all micro-batches of a batch must be there before one can run."""
+        return self.is_exact or self.full_batch_loss is not None
 
     @property
     def microbatch(self) -> MicroBatch:

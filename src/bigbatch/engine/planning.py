@@ -41,7 +41,7 @@ class Planning:
         phases: Phases,
         *,
         coupled: bool | str,
-        batch_norm: str,
+        batch_norm: Any,
         can_wait: bool,
         say: Callable[[str], None],
     ) -> None:
@@ -156,6 +156,11 @@ class Planning:
         model, backend = self._model, self._backend
         if not self._coupled:
             return "It is not computed on the whole batch: coupled=False.", "leave coupled out."
+        if self._phases.is_exact:
+            return (
+                'Two passes are not made with batch_norm="exact".',
+                "gather what the loss compares with bigbatch.cross_microbatch_gather.",
+            )
         if not self._can_wait:
             return (
                 'Two passes are not made with "auto" on several workers.',

@@ -66,7 +66,7 @@ class SelfCheck:
         self._told = told
         self._checked = 0
         self._norm = phases.microbatch.norm
-        if mode != "off" and batch_norms_of(model):
+        if mode != "off" and batch_norms_of(model) and not phases.is_exact:
             self._norm.switch = self._backend.switch(model)
 
     @property
@@ -161,6 +161,8 @@ class SelfCheck:
     def _obstacle(self) -> str | None:
         """Return why nothing can be tried, if so."""
         phases, model, backend = self._phases, self._model, self._backend
+        if phases.is_exact:
+            return "exact batch normalisation runs micro-batches in stages"
         if phases.full_batch_loss is not None:
             return "the loss is computed on the whole batch, by two passes"
         if phases.runs_again:

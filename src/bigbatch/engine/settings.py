@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 from bigbatch.backends.keras import is_multi_worker
 from bigbatch.core.arguments import positive_integer
+from bigbatch.core.exact import ExactBatchNorm, exact_choice
 from bigbatch.core.size_search import AUTO
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.engine.auto_size import AutoSlices
@@ -25,7 +26,7 @@ class Setting:
 
     microbatch_size: int | str | None = None
     accumulation_steps: AccumulationSteps = None
-    batch_norm: str = "pooled"
+    batch_norm: str | ExactBatchNorm = "pooled"
     coupled: bool | str = "auto"
     check: str = "warn"
 
@@ -40,11 +41,11 @@ class Setting:
                     "accumulation_steps to group the batches of the data set",
                 )
             )
-        if self.batch_norm not in MODES:
+        if self.batch_norm not in MODES and exact_choice(self.batch_norm) is None:
             raise ArgumentError(
                 explain(
                     received=f"batch_norm={self.batch_norm!r}",
-                    expected=f"one of {', '.join(map(repr, MODES))}",
+                    expected=f"one of {', '.join(map(repr, MODES))}, or an ExactBatchNorm",
                     fix="leave it out, or choose one of these",
                 )
             )

@@ -30,7 +30,7 @@ class Trainer:
         model: Any,
         feed: Any,
         *,
-        batch_norm: str,
+        batch_norm: Any,
         coupled: bool | str,
         workers: Workers | None = None,
         check: str = "off",

@@ -17,6 +17,7 @@ from bigbatch.backends.tensorflow.compat import per_replica_types
 from bigbatch.backends.tensorflow.data import type_of
 from bigbatch.backends.tensorflow.dependence import changed_in, effects_in
 from bigbatch.backends.tensorflow.draws import MicrobatchRows, drawing
+from bigbatch.backends.tensorflow.exact.microbatch import MarkedFunction, StagedMicrobatch
 from bigbatch.backends.tensorflow.sparse_rows import SparseRows
 from bigbatch.backends.tensorflow.sums import PythonSums, StoredSums
 from bigbatch.backends.tensorflow.tracing import EagerTrace, Told, TracedMicrobatch, traced
@@ -26,6 +27,7 @@ from bigbatch.backends.tensorflow.variables import (
     on_this_replica,
     this_replica,
 )
+from bigbatch.core.exact import ExactBatchNorm
 
 _CONTEXT = tf.TensorSpec([None], WEIGHT_DTYPE)
 
@@ -45,6 +47,8 @@ class Accumulation:
             depends on.
         before: returns the value that a variable had before the batch.
         is_traceable: whether `compute`, run eagerly, may be traced to see what it does.
+        exact: what is stored if micro-batches run in stages, with sums over them all between
+            stages; `None`: they run one after the other.
     """
 
     def __init__(
@@ -57,9 +61,13 @@ class Accumulation:
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
         is_traceable: bool,
+        exact: ExactBatchNorm | None = None,
     ) -> None:
         self._strategy = strategy
-        self._rows = SparseRows(compute)
+        self._exact = exact
+        self._staged: dict[int, StagedMicrobatch] = {}
+        self._marked = MarkedFunction(compute, strategy.num_replicas_in_sync)
+        self._rows = SparseRows(compute if exact is None else self._marked)
         self._jit_compile = jit_compile
         self._kept = kept
         self._before = before
@@ -166,6 +174,13 @@ class Accumulation:
         count = tf.convert_to_tensor(batch.count)
         before = self._samples.read_value()
         each = tf.maximum(count, 1) if size is None else tf.cast(size, count.dtype)
+        if self._exact is not None:
+            staged = self._staged[id(micro)]
+            staged.run(
+                context, batch, before, tf.minimum(each, tf.maximum(count, 1)), stored.add
+            )
+            self._count(count, each)
+            return
 
         def run(micro: TracedMicrobatch, start: Any, leaves: list[Any]) -> None:
             for variable in micro.once:
@@ -193,6 +208,10 @@ class Accumulation:
                 [tf.zeros([], count.dtype)],
                 parallel_iterations=1,  # or two of them would be in memory at the same time
             )
+        self._count(count, each)
+
+    def _count(self, count: Any, each: Any) -> None:
+        """Note that samples have been added up, in micro-batches of `each`."""
         self._samples.assign_add(tf.cast(count, tf.int64))
         self._microbatches.assign_add(tf.cast((count - 1) // each + 1, tf.int64))
 
@@ -242,7 +261,12 @@ class Accumulation:
         for micro, its_types in traces:
             if micro.fits(known) and includes(its_types, types):
                 return micro
-        micro = traced(self._rows, batch, known, self._jit_compile, self._kept, [_CONTEXT])
+        if self._exact is None:
+            micro = traced(self._rows, batch, known, self._jit_compile, self._kept, [_CONTEXT])
+        else:
+            micro = TracedMicrobatch(self._rows, batch, None, None, self._kept, [_CONTEXT])
+            markers, kept = self._marked.markers[id(micro.graph)], self._kept()
+            self._staged[id(micro)] = StagedMicrobatch(micro.graph, markers, kept, self._exact)
         here = functools.partial(on_this_replica, self._strategy)
         micro.once, micro.changed = list(map(here, micro.once)), list(map(here, micro.changed))
         micro.kept = list(map(here, micro.kept))

@@ -201,3 +201,70 @@ def noted_reads(note: Callable[[Any], None]) -> Iterator[None]:
             _reads_noted -= 1
             if not _reads_noted:
                 resource_variable_ops.variable_accessed = _variable_accessed
+
+
+_NOT_COPIED = ("_class", "_gradient_op_type", "_output_shapes")
+
+
+def copied_operation(op: Any, inputs: list[Any]) -> list[Any]:
+    """Make an operation once more in the current graph, of other inputs; return its outputs."""
+    graph = tf.compat.v1.get_default_graph()
+    for function in _functions_of(op):
+        graph._add_function_recursive(function)
+    attributes = {k: v for k, v in op.node_def.attr.items() if k not in _NOT_COPIED}
+    copy = graph._create_op_internal(
+        op.type,
+        inputs,
+        [output.dtype for output in op.outputs],
+        name=op.name.split("/")[-1],
+        attrs=attributes,
+        op_def=op.op_def,
+    )
+    for output, original in zip(copy.outputs, op.outputs):
+        if output.dtype in (tf.resource, tf.variant):
+            output._handle_data = getattr(original, "_handle_data", None)
+        elif output.shape.is_compatible_with(original.shape):
+            output.set_shape(original.shape)
+    return copy.outputs
+
+
+def _functions_of(op: Any) -> list[Any]:
+    """Return the functions that an operation calls."""
+    values = op.node_def.attr.values()
+    names = [value.func.name for value in values if value.HasField("func")]
+    names += [function.name for value in values for function in value.list.func]
+    found = [op.graph._get_function(name) for name in names]
+    return [function for function in found if function is not None]
+
+
+@contextlib.contextmanager
+def inlined_functions() -> Iterator[None]:
+    """Return a block in which this thread calls the Python code of each `tf.function`.
+
+    So it becomes part of the graph that is being traced.
+    """
+    # Not there in the first versions of TensorFlow 2 that bigbatch runs on.
+    from tensorflow.python.autograph.core import ag_ctx
+    from tensorflow.python.eager.polymorphic_function import (
+        autograph_util,
+        polymorphic_function,
+    )
+
+    here = threading.get_ident()
+    called = polymorphic_function.Function.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return called(function, *args, **kwargs)
+        python, status = function._python_function, ag_ctx.Status.DISABLED
+        if function._autograph:
+            python = autograph_util.py_func_from_autograph(python)
+            status = ag_ctx.Status.ENABLED
+        with ag_ctx.ControlStatusCtx(status):
+            return python(*args, **kwargs)
+
+    polymorphic_function.Function.__call__ = call
+    try:
+        yield
+    finally:
+        polymorphic_function.Function.__call__ = called

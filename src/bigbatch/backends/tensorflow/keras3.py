@@ -12,6 +12,8 @@ from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.keras3 import Keras3
 from bigbatch.backends.tensorflow.compat import variables_of
 from bigbatch.backends.tensorflow.data import next_of, on_next, without_optionals
+from bigbatch.backends.tensorflow.exact.moments import moments_of_batch
+from bigbatch.backends.tensorflow.exact.refusals import refuse_exact
 from bigbatch.backends.tensorflow.longest import longest
 from bigbatch.backends.tensorflow.mechanics import TensorFlowBackend
 from bigbatch.core.patching import replaced
@@ -90,6 +92,21 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
         )
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
+
+    def refuse_exact(self, model: Any, layers: list[Any]) -> None:
+        moments = self.keras.layers.BatchNormalization._moments
+        others = [layer for layer in layers if type(layer)._moments is not moments]
+        refuse_exact(model, layers, others)
+
+    def statistics_of_batch(self, layer: Any) -> contextlib.AbstractContextManager[None]:
+        # Read now: a layer that is called twice has moved it before the second call.
+        shift = layer.moving_mean.value.read_value() if layer.built else 0.0
+
+        def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
+            epsilon = self.keras.config.epsilon()
+            return moments_of_batch(inputs, layer._reduction_axes, mask, shift, epsilon)
+
+        return replaced(layer, _moments=moments)
 
     @contextlib.contextmanager
     def noting_gradients(self, model: Any) -> Iterator[dict[int, Any]]:

@@ -30,6 +30,7 @@ from bigbatch.backends.tensorflow.table import Table
 from bigbatch.backends.tensorflow.two_passes import TwoPasses
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
 from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
+from bigbatch.core.exact import ExactBatchNorm
 from bigbatch.core.passes import Order
 
 _SWITCHES: Any = weakref.WeakKeyDictionary()
@@ -116,6 +117,7 @@ class TensorFlowBackend(Backend):
         compute: Callable[[Any, Any], Any],
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
+        exact: ExactBatchNorm | None = None,
     ) -> Accumulation:
         return Accumulation(
             model.distribute_strategy,
@@ -126,6 +128,7 @@ class TensorFlowBackend(Backend):
             before=before,
             # A custom `train_step` may keep tensors for Python code to look at.
             is_traceable=not self.has_custom_train_step(model),
+            exact=exact,
         )
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from bigbatch.backends.tensorflow.compat import under_xla
+from bigbatch.backends.tensorflow.exact.backward import weighted_gradients
 from bigbatch.backends.tensorflow.values import (
     WEIGHT_DTYPE,
     added,
@@ -50,6 +51,7 @@ __all__ = [
     "tensor",
     "times",
     "weight",
+    "weighted_gradients",
     "when",
     "where",
 ]

@@ -148,10 +148,12 @@ class StoredSums:
             variable.assign(tf.zeros(shape, spec.dtype))
 
     def add(self, tensors: list[Any]) -> None:
-        """Add the results of one micro-batch."""
+        """Add the results of one micro-batch, but for those that are `None`."""
         for variable, tensor, spec, rows in zip(
             self._variables, tensors, self._specs, self._is_rows
         ):
+            if tensor is None:
+                continue
             if rows:
                 variable.assign(tf.concat([variable.read_value(), tensor], 0))
             elif spec.shape.is_fully_defined():

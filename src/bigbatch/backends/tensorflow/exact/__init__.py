@@ -1,0 +1,1 @@
+"""Micro-batches in stages, with sums over the whole batch between them."""
