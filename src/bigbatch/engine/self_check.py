@@ -83,7 +83,7 @@ class SelfCheck:
     def _has_any_size(self) -> bool:
         """Say whether micro-batches may have any number of samples, and run once."""
         phases = self._phases
-        is_one = phases.full_batch_loss is None and not phases.runs_again
+        is_one = not phases.needs_whole_batch and not phases.runs_again
         return is_one and phases.passes[0].runs.is_any_size
 
     def at(self, data: Any, size: int | None) -> None:
