@@ -34,7 +34,7 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
     if count:
         parts.append(f"gradient buffer {_bytes(count)}")
     lines = [", ".join(parts)]
-    different = _differences(model, setting.batch_norm)
+    different = _differences(model, setting)
     size, batch = setting.microbatch_size, epoch.batch_size
     size = None if isinstance(size, str) else size
     is_plain = setting.accumulation_steps == 1 or (size and batch and size >= batch)
@@ -113,15 +113,16 @@ def _product(size: int, count: int, replicas: int) -> str:
     return text + (f" × {replicas} replicas" if replicas > 1 else "")
 
 
-def _differences(model: Any, batch_norm: str) -> list[str]:
+def _differences(model: Any, setting: Setting) -> list[str]:
     """Say which layers cannot do what they do with the full batch, and why."""
-    norms = batch_norms_of(model)
+    norms, batch_norm = batch_norms_of(model), setting.batch_norm
+    is_split = setting.microbatch_size is not None
     pooled = [layer for layer in norms if is_pooled(layer, batch_norm)]
     others = [layer for layer in norms if layer not in pooled]
     because = {
         "statistics of micro-batches, moving statistics pooled": pooled,
         "frozen" if batch_norm == "frozen" else "statistics of micro-batches": others,
-        "random draws": backend_of(model).layers_with_other_draws(model),
+        "random draws": backend_of(model).layers_with_other_draws(model, is_split=is_split),
     }
     return [f"{_names(layers)} ({why})" for why, layers in because.items() if layers]
 

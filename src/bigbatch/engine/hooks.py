@@ -67,7 +67,7 @@ class _Hooks:
             # An own `fit` may pass on what it does not name.
             bound = self._signature.bind(*args, **kwargs).arguments
             self._fit_arguments = {**bound, **kwargs}
-            self._is_quiet = not self._is_first_worker() or (
+            self._is_quiet = not self._backend.is_first_worker(self._model) or (
                 self._fit_arguments.get("verbose", "auto") == 0
             )
         self.is_fitting, self.is_training = True, False
@@ -134,10 +134,6 @@ class _Hooks:
     def _say(self, text: str) -> None:
         if not self._is_quiet:
             print(text)
-
-    def _is_first_worker(self) -> bool:
-        strategy = self._model.distribute_strategy
-        return not self.is_multi_worker or not strategy.cluster_resolver.task_id
 
     def make_train_function(self, force: bool = False) -> Any:
         model = self._model

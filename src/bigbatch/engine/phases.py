@@ -13,6 +13,7 @@ from typing import Any, Callable
 
 from bigbatch.backends.keras import backend_of
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
+from bigbatch.engine.loss_plan import Kind
 from bigbatch.engine.loss_terms import Lengths
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.engine.passes import Passes, PassRun
@@ -145,7 +146,7 @@ class Phases:
             if self.needs_counts:
                 self._counts.prepare(types, size)
         # What only training can build is built in its first trace, and protected from then on.
-        is_traced = self.full_batch_loss is None and not model.run_eagerly
+        is_traced = self.full_batch_loss is None and backend.is_traced(model)
         self._is_ready = is_built or is_traced or not is_first
         if not self._is_ready or is_first or before != self._shape_of_graphs():
             self._compile()
@@ -170,15 +171,16 @@ class Phases:
     def _must_count(self, data: Any, *, is_whole: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""
         backend, model, plan = self._backend, self._model, self.microbatch.plan
-        if not model.run_eagerly:
-            is_known = is_whole and self._replicas == 1
+        is_known = is_whole and self._replicas == 1
+        if backend.is_traced(model):
             return plan.needs_denominators or (plan.needs_samples and not is_known)
-        # Without a graph nothing is known before it happens.
-        if backend.compile_loss_of(model) is None:
-            return False
-        if not backend.has_custom_train_step(model):
-            return True
-        return self._counts.can_run(data)  # a custom step may do anything with its data
+        # Without a graph nothing is known before it happens, but a trial may tell.
+        if self._counts.can_run(data):
+            needs_samples = plan.needs_samples or plan.compute_loss is Kind.SUM
+            return plan.needs_denominators or (needs_samples and not is_known)
+        # A custom step may do anything with its data.
+        has_loss = backend.compile_loss_of(model) is not None
+        return has_loss and not backend.has_custom_train_step(model)
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs of the last."""
@@ -324,7 +326,7 @@ class Phases:
                 self._context.read_value()[0],
                 # Of one batch in one graph the samples are known before micro-batches run.
                 is_nominal=is_whole and self._replicas == 1,
-                is_known=self._is_known if is_whole else model.run_eagerly,
+                is_known=self._is_known if is_whole else backend.runs_in_python(model),
             )
 
         totals = backend.reduce(model, local)
