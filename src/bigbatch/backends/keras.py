@@ -45,6 +45,7 @@ def is_keras_3(model: Any) -> bool:
 
 KERAS_3_BACKENDS = {
     "tensorflow": ("bigbatch.backends.tensorflow.keras3", "Keras3OnTensorFlow"),
+    "torch": ("bigbatch.backends.torch.keras3", "Keras3OnTorch"),
 }
 """Where the backends of Keras 3 are, by the name that Keras has for the framework."""
 
