@@ -8,13 +8,19 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
 
+# What is promised on torch, in processes of its own; conftest.py says what cannot run there.
+ON_TORCH := tests/torch_contract tests/contract/fit
+
 test: .venv/installed ## run the tests
 	@echo "== Tests"
 	@$(BIN)/python -m pytest -n 2 -m "not matrix"
+	@echo "== Tests on torch"
+	@KERAS_BACKEND=torch $(BIN)/python -m pytest -n 2 -m "not matrix" $(ON_TORCH)
 
 test-all: .venv/installed ## run the tests, and the matrix of more cases
 	@echo "== All tests"
 	@$(BIN)/python -m pytest -n 2
+	@KERAS_BACKEND=torch $(BIN)/python -m pytest -n 2 $(ON_TORCH)
 
 ROWS ?=
 matrix: .venv/installed ## the contract tests on every supported TensorFlow; ROWS="tf2.10 tf2.15" for some

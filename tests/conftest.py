@@ -29,6 +29,7 @@ with silence():
     import tensorflow as tf
 
     import sampling
+    from on_torch import ON_TORCH
 
     from stack import IS_KERAS_3, keras
 
@@ -38,6 +39,11 @@ with silence():
 tf.get_logger().setLevel("ERROR")
 
 collect_ignore_glob = ["workers/*", "*_probe.py"]  # programs that tests run in other processes
+if os.environ.get("KERAS_BACKEND") != "torch":
+    collect_ignore_glob += [
+        "torch_contract/*",
+        "torch_cases.py",
+    ]  # run with KERAS_BACKEND=torch
 
 
 def pytest_configure() -> None:
@@ -84,6 +90,12 @@ def _forget() -> Iterator[None]:
     gc.freeze()
 
 
+def _runs_on_torch(item: pytest.Item) -> bool:
+    """Say whether a test has to do with torch."""
+    name = getattr(item, "originalname", item.name)
+    return "torch_contract" in str(item.path) or name in ON_TORCH.get(item.path.stem, ())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run slow tests first: they wait a lot, and none is left when everything else is done.
@@ -91,6 +103,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Of tests with many cases most are left to the matrix, others on every day.
     """
     number = sampling.rotation()
+    if os.environ.get("KERAS_BACKEND") == "torch":
+        items[:] = [item for item in items if _runs_on_torch(item)]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         sampled = item.get_closest_marker("sampled")

@@ -34,6 +34,8 @@ def allowed_frameworks(path: str) -> set[str]:
     package = path.split("/")[0]
     if path.startswith(("backends/tensorflow/", "backends/keras2/")):
         return {"tensorflow", "keras"}
+    if path.startswith("backends/torch/"):
+        return {"torch", "keras"}
     if path == "demo.py":
         return {"tensorflow", "keras"}  # a program of a user's
     return {"loops": {"tensorflow"}, "backends": {"keras"}}.get(package, set())
@@ -173,6 +175,7 @@ def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
         ("engine/trainer.py", "from bigbatch.loops.window import GradientWindow"),
         ("backends/keras3.py", "import tensorflow as tf"),
         ("backends/tensorflow/ops.py", "import jax"),
+        ("backends/torch/ops.py", "import tensorflow as tf"),
         ("loops/buffers.py", "import keras"),
         ("loops/buffers.py", "from bigbatch.engine import trainer"),
         ("loops/buffers.py", "from bigbatch import GradientAccumulator"),

@@ -135,7 +135,7 @@ def test_the_state_of_a_model():
     shapes = sorted(tuple(variable.shape) for variable in KERAS.state_of(model))
     # The loss (total, count), the random state, the moving mean and variance: no frozen weight.
     assert shapes == [(), (), (2,), (3,), (3,)]
-    assert KERAS.layers_with_other_draws(model) == []
+    assert KERAS.layers_with_other_draws(model, is_split=True) == []
 
 
 def test_the_terms_of_a_compiled_loss():

@@ -46,8 +46,10 @@ def run(*arguments: str, directory: Path | None = None, timeout: float = 300) ->
 
 
 ON_WORKERS = "tf.distribute.MultiWorkerMirroredStrategy()"
+ON_PROCESSES = "DistributedDataParallel(model)"
 ON_THE_OLD_STACK = "from gradient_accumulator import"
 """What is in a block that needs several processes, or another TensorFlow: run by itself."""
+APART = (ON_WORKERS, ON_PROCESSES, ON_THE_OLD_STACK)
 
 
 def blocks(text: str) -> list[str]:
@@ -65,10 +67,12 @@ def program(path: Path) -> str:
     return "\n".join(
         block
         for block in blocks(path.read_text())
-        if ON_WORKERS not in block and ON_THE_OLD_STACK not in block
+        if not any(words in block for words in APART)
     )
 
 
+OTHER_BACKENDS = [path for path in DOCUMENTS if "KERAS_BACKEND" in program(path)]
+"""Those that choose the backend of Keras, each a process."""
 ALONE = [
     path
     for path in DOCUMENTS
@@ -76,7 +80,9 @@ ALONE = [
     or re.search(r"\bset_(logical|floatx|dtype|global)", program(path))
 ]
 """Those that change what holds for the whole process, and the README."""
-TOGETHER = [path for path in DOCUMENTS if program(path) and path not in ALONE]
+TOGETHER = [
+    path for path in DOCUMENTS if program(path) and path not in [*ALONE, *OTHER_BACKENDS]
+]
 """Run one after the other in one process: TensorFlow takes seconds to start."""
 ONE_BY_ONE = """
 import runpy, sys
@@ -106,6 +112,16 @@ def test_code_in_documents_runs_and_prints_what_they_say(paths, tmp_path):
         lines = re.findall(r"^bigbatch: .*$", path.read_text(), re.MULTILINE)
         assert lines or path.name != "README.md"
         assert [line for line in lines if line not in printed] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", OTHER_BACKENDS, ids=lambda path: path.name)
+def test_code_for_other_backends_runs(path, tmp_path):
+    (tmp_path / "program.py").write_text(program(path))
+    printed = run(str(tmp_path / "program.py"))
+    lines = re.findall(r"^bigbatch: .*$", path.read_text(), re.MULTILINE)
+    assert lines
+    assert [line for line in lines if line not in printed] == []
 
 
 @pytest.mark.slow

@@ -21,8 +21,11 @@ class Backend(SeveralUpdates, abc.ABC):
 
     ops: Any
     """Operations on tensors: see `bigbatch.backends.tensorflow.ops`."""
-    few_samples: Any
-    """Functions of a few samples of a batch: see `bigbatch.backends.tensorflow.few_samples`."""
+    few_samples: Any = None
+    """Functions of a few samples of a batch: see `bigbatch.backends.tensorflow.few_samples`.
+
+    `None` where `fit` cannot check itself.
+    """
     data: Any
     """Functions of what `fit` hands over: see `bigbatch.backends.tensorflow.data`."""
     OUT_OF_MEMORY: type[Exception]
@@ -47,6 +50,14 @@ class Backend(SeveralUpdates, abc.ABC):
         return None
 
     @abc.abstractmethod
+    def runs_in_python(self, model: Any) -> bool:
+        """Say whether Python runs the micro-batches of a batch, not one graph."""
+
+    @abc.abstractmethod
+    def is_traced(self, model: Any) -> bool:
+        """Say whether a micro-batch is traced before it runs, and so is known before."""
+
+    @abc.abstractmethod
     def trace_now(self) -> Any:
         """Return what is being traced: the same object in the same trace."""
 
@@ -57,6 +68,10 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def is_multi_worker(self, model: Any) -> bool:
         """Say whether a model is trained by several processes together."""
+
+    @abc.abstractmethod
+    def is_first_worker(self, model: Any) -> bool:
+        """Say whether this process is the one that speaks for all."""
 
     @abc.abstractmethod
     def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -81,8 +96,11 @@ class Backend(SeveralUpdates, abc.ABC):
     # Micro-batches: how they run and where they are added up.
 
     @abc.abstractmethod
-    def gradient_sums(self, model: Any) -> Any:
-        """Return places to add up the gradients of one optimizer: see `GradientSums`."""
+    def gradient_sums(self, model: Any, *, apart: bool) -> Any:
+        """Return places to add up the gradients of one update, `None` if Python does that.
+
+        See `GradientSums`. With `apart`, gradients of each micro-batch are looked at, too.
+        """
 
     @abc.abstractmethod
     def accumulation(
@@ -98,6 +116,10 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
         """Return what runs micro-batches twice, around a loss of them all: see `TwoPasses`."""
+
+    @abc.abstractmethod
+    def without_effects(self, model: Any) -> Block[None]:
+        """Return a block in which a model is called for shapes and masks, and nothing else."""
 
     @abc.abstractmethod
     def replica_vector(self, model: Any) -> Any:
@@ -144,9 +166,9 @@ class Backend(SeveralUpdates, abc.ABC):
     def sample_of_many(self, samples: list[Any]) -> Any:
         """Return the samples of several batches together."""
 
-    @abc.abstractmethod
     def switch(self, model: Any) -> Any:
         """Return the one variable of a model, false on each replica, that graphs can read."""
+        raise NotImplementedError
 
     # What Keras hands over, and how it is called.
 
@@ -264,8 +286,8 @@ class Backend(SeveralUpdates, abc.ABC):
         """Update the metric of a function with one number."""
 
     @abc.abstractmethod
-    def layers_with_other_draws(self, model: Any) -> list[Any]:
-        """Return the layers that draw other random numbers than with the full batch."""
+    def layers_with_other_draws(self, model: Any, *, is_split: bool) -> list[Any]:
+        """Return the layers that draw other numbers than with the full batch, in a mode."""
 
     @abc.abstractmethod
     def has_seeds(self, layer: Any) -> bool:

@@ -45,6 +45,7 @@ def is_keras_3(model: Any) -> bool:
 
 KERAS_3_BACKENDS = {
     "tensorflow": ("bigbatch.backends.tensorflow.keras3", "Keras3OnTensorFlow"),
+    "torch": ("bigbatch.backends.torch.keras3", "Keras3OnTorch"),
 }
 """Where the backends of Keras 3 are, by the name that Keras has for the framework."""
 
@@ -193,12 +194,6 @@ def check_compiled(model: Any) -> None:
 def is_multi_worker(model: Any) -> bool:
     """Say whether a model is trained by several processes together."""
     return backend_of(model).is_multi_worker(model)
-
-
-def is_first_worker(model: Any) -> bool:
-    """Say whether this process is the only one that trains a model, or the first of them."""
-    strategy = model.distribute_strategy
-    return not is_multi_worker(model) or not strategy.cluster_resolver.task_id
 
 
 def layers_of(model: Any) -> list[Any]:

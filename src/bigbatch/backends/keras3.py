@@ -36,6 +36,11 @@ class Keras3(KerasBackend):
     def train_step_of(self, model: Any) -> Callable[[Any], Any]:
         return python_function(model.train_step)
 
+    def plain_train_function(self, model: Any) -> Callable[[Any], dict[str, Any]]:
+        """Return what Keras itself trains a model with, on one batch."""
+        train = type(model).make_train_function(model, force=True) or model.train_function
+        return lambda data: train(iter([data]))
+
     def call(self, model: Any, x: Any, *, training: bool) -> Any:
         return model(x, training=training) if model._call_has_training_arg else model(x)
 
@@ -49,8 +54,8 @@ class Keras3(KerasBackend):
 
     # What a model is made of.
 
-    def layers_with_other_draws(self, model: Any) -> list[Any]:
-        del model
+    def layers_with_other_draws(self, model: Any, *, is_split: bool) -> list[Any]:
+        del model, is_split
         return []
 
     def has_seeds(self, layer: Any) -> bool:

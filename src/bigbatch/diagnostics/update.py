@@ -40,8 +40,9 @@ def observed(model: Any, make: Callable[[], Callable[[Any], Any]], data: Any) ->
         weights = [*model.trainable_weights, *model.non_trainable_weights]
         before = [weight.numpy() for weight in weights]
         model.reset_metrics()
-        with backend_of(model).noting_gradients(model) as noted:
-            logs = {k: float(np.mean(v)) for k, v in make()(data).items()}
+        backend = backend_of(model)
+        with backend.noting_gradients(model) as noted:
+            logs = {k: float(np.mean(backend.ops.numpy(v))) for k, v in make()(data).items()}
         steps = [weight.numpy() - old for weight, old in zip(weights, before)]
         places = [noted.pop(id(weight), None) for weight in weights]
         gradients = [None if place is None else place.numpy() for place in places]
@@ -59,7 +60,8 @@ def _cost(model: Any, train: Callable[[Any], Any], data: Any) -> Cost:
     seconds = []
     for _ in range(_UPDATES):
         start = time.perf_counter()
-        backend_of(model).ops.map_structure(np.asarray, train(data))  # or a GPU may not be done
+        ops = backend_of(model).ops
+        ops.map_structure(ops.numpy, train(data))  # or a GPU may not be done
         seconds.append(time.perf_counter() - start)
     if memory.is_hard:
         peak = memory.peak()

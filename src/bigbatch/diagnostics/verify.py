@@ -56,7 +56,7 @@ def verify(
     samples of a batch meet, whether they meet in the loss.
 
     Args:
-        model: a compiled Keras 3 model (TensorFlow backend), on one device.
+        model: a compiled Keras 3 model (on TensorFlow or torch), on one device.
         x: the inputs of one batch: arrays or tensors, in any nest; or a data set (`tf.data`,
             `keras.utils.PyDataset`), whose first batch is taken.
         y: the targets, if there are any.
@@ -212,6 +212,16 @@ class _Comparison:
             trainer.trace(self._data)
         finally:
             model.run_eagerly = eagerly
+        missing = [one for one in optimizers_of(model) if not one.built]
+        if missing:
+            raise ArgumentError(
+                explain(
+                    received=f"the optimizer {self._backend.name_of(missing[0])!r}, which has "
+                    "no variables yet",
+                    expected="optimizers whose state can be put back",
+                    fix="call its build() with the variables that train_step updates by it",
+                )
+            )
 
     def _compare(self, count: int) -> Verification:
         for rows in _halves(count):
@@ -334,9 +344,7 @@ class _Comparison:
 
     def _full_batch(self) -> Callable[[Any], Any]:
         """Return what Keras itself trains with."""
-        train = type(self._model).make_train_function(self._model, force=True)
-        train = train or self._model.train_function
-        return lambda data: train(iter([data]))
+        return self._backend.plain_train_function(self._model)
 
     def _micro_batches(self) -> Callable[[Any], Any]:
         trainer = self._setting.trainer(self._model, lambda _: None)

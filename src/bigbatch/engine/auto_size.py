@@ -40,7 +40,7 @@ class AutoSlices(WholeBatches):
             trainer.planning.conclude()
             trainer.phases.prepare(data if types is None else types, Lengths.SAME, None)
             if self.size is None:
-                functions.check_can_be_cut(trainer.model.distribute_strategy, data)
+                functions.check_can_be_cut(trainer.model, data)
                 self.size = self._choose(trainer, data)
             logs = self._train_on(trainer, data)
         return logs
@@ -48,7 +48,7 @@ class AutoSlices(WholeBatches):
     def _train_on(self, trainer: Trainer, data: Any) -> dict[str, Any]:
         """Make one update, with smaller micro-batches if it has to be."""
         backend, model = trainer.backend, trainer.model
-        largest = backend.data.largest_count(model.distribute_strategy, data)
+        largest = backend.data.largest_count(model, data)
 
         def run(size: int) -> dict[str, Any]:
             if size < largest:

@@ -162,7 +162,7 @@ def _kept_by_layers(model: Any, setting: Setting) -> list[str]:
         frozen if batch_norm == "frozen" else moving: others,
         "random draws are not those of the full batch": backend_of(
             model
-        ).layers_with_other_draws(model),
+        ).layers_with_other_draws(model, is_split=setting.microbatch_size is not None),
     }
     return [f"{text}: {_names(layers)}" for text, layers in what.items() if layers]
 

@@ -97,13 +97,16 @@ class Batches:
         is_iterator = trainer.backend.data.is_iterator(iterator)
         iterator = iterator if is_iterator else iter(iterator)
         count = trainer.backend.batches_per_call(trainer.model)
-        self._asked += count if is_iterator else 0
+        self._asked += count
         if is_iterator and self._can_wait(trainer):
             self._iterator = iterator
             self._waiting += count
             self._run_waiting(trainer, is_last=self._asked >= (self.batches_per_epoch or 0))
         else:
             self._run_now(trainer, iterator, count)
+            is_last = bool(self.batches_per_epoch) and self._asked >= self.batches_per_epoch
+            if is_last and self._filled and not is_iterator:
+                self._logs = self._finish(trainer)
         return self._logs
 
     @property
@@ -140,7 +143,8 @@ class Batches:
         """Say whether batches can be left to the iterator, as nobody needs their logs yet."""
         is_checked = trainer.planning.is_done and trainer.self_check.is_done
         is_ready = trainer.phases.rollback is not None and is_checked
-        is_streamed = not self._holds(trainer) and not trainer.model.run_eagerly
+        is_in_graph = not trainer.backend.runs_in_python(trainer.model)
+        is_streamed = not self._holds(trainer) and is_in_graph
         return is_ready and is_streamed and bool(self._logs) and bool(self.batches_per_epoch)
 
     def _holds(self, trainer: Trainer) -> bool:
@@ -235,7 +239,7 @@ class Batches:
                 # What has been added up would be lost by a check now.
                 is_checked = trainer.self_check.is_done or self._filled
                 # Eagerly a batch is needed once more if it shows that all have to be counted.
-                is_certain = phases.is_planned and not trainer.model.run_eagerly
+                is_certain = phases.is_planned and trainer.backend.is_traced(trainer.model)
                 if is_certain and is_checked and not self._holds(trainer):
                     done = self._add_next(trainer, iterator, wanted)
                     self._logs = phases.logs_so_far()
@@ -295,10 +299,8 @@ class Batches:
             self._held, parts = [], len(held)  # or inputs would be in memory twice
             joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)
             del held
-            strategy = trainer.model.distribute_strategy
-            logs = trainer.train_on(
-                joined, -(-functions.largest_count(strategy, joined) // parts)
-            )
+            largest = functions.largest_count(trainer.model, joined)
+            logs = trainer.train_on(joined, -(-largest // parts))
         else:
             if held:
                 self._add_held(trainer)

@@ -12,7 +12,6 @@ from typing import Any, Callable
 
 from bigbatch.backends.keras import (
     backend_of,
-    is_first_worker,
     is_multi_worker,
     optimizers_of,
 )
@@ -72,7 +71,7 @@ class _Hooks:
             # An own `fit` may pass on what it does not name.
             bound = self._signature.bind(*args, **kwargs).arguments
             self._fit_arguments = {**bound, **kwargs}
-            self._is_quiet = not is_first_worker(self._model) or (
+            self._is_quiet = not self._backend.is_first_worker(self._model) or (
                 self._fit_arguments.get("verbose", "auto") == 0
             )
         self.is_fitting, self.is_training = True, False

@@ -85,14 +85,15 @@ class MicroBatch:
 
     def prepare(self) -> None:
         """Make places to add up gradients in, before anything is traced."""
-        if self.model.run_eagerly:  # Python adds them up
-            return
+        apart = self.statistics is not None and self.statistics.with_noise
         first, stop = self.part.first, self.part.stop
         if stop is None:  # as many as there are optimizers, as a rule
             stop = len(optimizers_of(self.model))
         for number in range(first, stop):
             if number not in self.sums:
-                self.sums[number] = self.backend.gradient_sums(self.model)
+                sums = self.backend.gradient_sums(self.model, apart=apart)
+                if sums is not None:
+                    self.sums[number] = sums
 
     def makes_room(self) -> bool:
         """Make places for variables that tracing has made; say whether there are any."""
@@ -106,7 +107,7 @@ class MicroBatch:
     @property
     def buffer_bytes(self) -> int:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
-        if self.model.run_eagerly:
+        if not self.sums:  # Python adds up what micro-batches return
             return sum(self.backend.data.bytes_of(one.variables) for one in self.captured)
         return sum(one.bytes for sums in self.sums.values() for one in sums.used)
 
@@ -162,6 +163,8 @@ class MicroBatch:
             stack.enter_context(backend.metrics_on_replicas(model))
             results = stack.enter_context(self.logs.watching())
             stack.enter_context(self._capturing.gradients(weigh, seen.take))
+            for sums in self.sums.values():
+                stack.enter_context(sums.adding())
             logs = backend.train_step_of(model)(data)
         self.captured = captured = seen.captured
         loss_weight = self._loss_weight(recorder, samples)
@@ -228,7 +231,7 @@ class MicroBatch:
         model, backend = self.model, self.backend
         return (
             self._replicas > 1
-            and not model.run_eagerly
+            and not backend.runs_in_python(model)
             and not backend.has_custom_train_step(model)
             and not backend.uses_inputs_after_call(model)
             and backend.number_of_terms(model) == 1
@@ -258,12 +261,21 @@ class MicroBatch:
         if denominator is ONE_PER_REPLICA:
             return context.samples / samples * replicas
         self.plan.needs_denominators = True
-        if self.model.run_eagerly and not self.plan.is_counted:
+        if not self.backend.is_traced(self.model) and not self.plan.is_counted:
             raise CountsNeededError
         divided = self.backend.ops.divided
         # A custom step may compute its loss more than once.
         of_batch = context.denominators[position % self.backend.number_of_terms(self.model)]
         return divided(denominator * context.samples, of_batch * samples) * replicas
+
+    def _note(self, position: int, denominator: Any) -> int:
+        """Note what a term needs to know of the batch; correct nothing."""
+        del position
+        if not (denominator is OWN or denominator is SAMPLES):
+            self.plan.needs_samples = True
+            is_sum = denominator is ONE or denominator is ONE_PER_REPLICA
+            self.plan.needs_denominators |= not is_sum
+        return 1
 
     def count(self, vector: Any, data: Any) -> list[Any]:
         """Return the samples, and what the terms divide by, of one micro-batch.
@@ -273,15 +285,17 @@ class MicroBatch:
         del vector
         backend, model = self.backend, self.model
         x, y, sample_weight = backend.unpacked(data)
-        recorder = TermRecorder(backend, self.plan, lambda *_: 1, self.lengths)
+        recorder = TermRecorder(backend, self.plan, self._note, self.lengths)
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.
         # Neither must metrics of layers.
         with contextlib.ExitStack() as stack:
+            stack.enter_context(backend.without_effects(model))
             for metric in model.metrics:
                 stack.enter_context(replaced(metric, update_state=lambda *_, **__: None))
             stack.enter_context(recorder.watching(model))
             y_pred = backend.call(model, x, training=False)
-            backend.compute_compiled_loss(model, y, y_pred, sample_weight)
+            if backend.compile_loss_of(model) is not None:
+                backend.compute_compiled_loss(model, y, y_pred, sample_weight)
         samples = backend.ops.weight(backend.data.sample_count(data))
         return [samples, *(samples if isinstance(d, str) else d for d in recorder.denominators)]
 

@@ -79,7 +79,8 @@ class Passes:
     def is_known(self) -> bool:
         """Whether the passes are known, or sure to be when a micro-batch has been traced."""
         is_custom = self._backend.has_custom_train_step(self._model)
-        return self._plan is not None or not (self._model.run_eagerly and is_custom)
+        is_shown = self._backend.is_traced(self._model) or not is_custom
+        return self._plan is not None or is_shown
 
     @property
     def shape_of_graphs(self) -> tuple[Any, ...]:

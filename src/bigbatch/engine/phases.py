@@ -14,6 +14,7 @@ from typing import Any, Callable
 from bigbatch.backends.keras import backend_of
 from bigbatch.core.exact import exact_choice
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
+from bigbatch.engine.loss_plan import Kind
 from bigbatch.engine.loss_terms import Lengths
 from bigbatch.engine.microbatch import CountsNeededError, MicroBatch
 from bigbatch.engine.passes import Passes, PassRun
@@ -142,7 +143,8 @@ class Phases:
             Whether such data is new.
         """
         backend, model = self._backend, self._model
-        if (data is self._last and self._is_ready) or (is_open and model.run_eagerly):
+        is_same = data is self._last and self._is_ready
+        if is_same or (is_open and not backend.is_traced(model)):
             return False  # eagerly there is nothing to trace, and copies have been taken
         self._last, data = data, backend.data.without_optionals(data)
         types = self._ops.flatten(backend.data.types_of_any_count(data))
@@ -169,7 +171,7 @@ class Phases:
             if self.needs_counts:
                 self._counts.prepare(types, size)
         # What only training can build is built in its first trace, and protected from then on.
-        is_traced = self.full_batch_loss is None and not model.run_eagerly
+        is_traced = self.full_batch_loss is None and backend.is_traced(model)
         self._is_ready = is_built or is_traced or not is_first
         if not self._is_ready or is_first or before != self._shape_of_graphs():
             self._compile()
@@ -199,16 +201,16 @@ class Phases:
     def _must_count(self, data: Any, *, is_whole: bool, is_built: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""
         backend, model, plan = self._backend, self._model, self.microbatch.plan
-        if not model.run_eagerly:
-            is_known = is_whole and self._replicas == 1
+        is_known = is_whole and self._replicas == 1
+        if backend.is_traced(model):
             return plan.needs_denominators or (plan.needs_samples and not is_known)
-        # Without a graph nothing is known before it happens.
-        if backend.compile_loss_of(model) is None:
-            return False
-        if not backend.has_custom_train_step(model):
-            return True
-        # A custom step may do anything with its data, and is the one to build the model.
-        return is_built and self._counts.can_run(data)
+        # Without a graph nothing is known before it happens, but a trial may tell; unless a
+        # custom step is the one to build the model.
+        is_custom = backend.has_custom_train_step(model)
+        if (is_built or not is_custom) and self._counts.can_run(data):
+            needs_samples = plan.needs_samples or plan.compute_loss is Kind.SUM
+            return plan.needs_denominators or (needs_samples and not is_known)
+        return backend.compile_loss_of(model) is not None and not is_custom
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs of the last."""
@@ -237,11 +239,12 @@ class Phases:
         if is_open or self.needs_counts or not self._counts.can_run(data):
             raise ContextError(
                 explain(
-                    received="run_eagerly=True, and a train_step whose loss divides by a mask "
+                    received="a train_step that is not traced, whose loss divides by a mask "
                     "or the sum of sample weights",
                     expected="a batch (x, y, sample_weight) that the model can be called with, "
                     "to count these before the first micro-batch runs",
-                    fix="leave run_eagerly=True out",
+                    fix="leave run_eagerly=True out, on torch compute the loss with "
+                    "self.compute_loss(x, y, y_pred, sample_weight)",
                 )
             )
         self.needs_counts = True
@@ -410,9 +413,9 @@ class Phases:
 
     def _totals(self, this: Any, is_whole: bool, is_known: bool | None) -> ReplicaTotals:
         """Return the sums of all replicas in a pass."""
-        model = self._model
+        backend, model = self._backend, self._model
         if is_known is None:
-            is_known = self._is_known if is_whole else model.run_eagerly
+            is_known = self._is_known if is_whole else backend.runs_in_python(model)
 
         def local() -> ReplicaTotals:
             return this.update.local(

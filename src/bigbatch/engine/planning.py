@@ -73,7 +73,7 @@ class Planning:
             return
         backend, model = self._backend, self._model
         data = backend.data.as_tensors(backend.data.without_optionals(data))
-        if not backend.data.can_be_cut(model.distribute_strategy, data):
+        if not backend.data.can_be_cut(model, data):
             # A few rows of each tensor would not belong together.
             self._phases.microbatch.plan.is_odd = True
             self.conclude()
@@ -84,8 +84,7 @@ class Planning:
             return
         sample = backend.sample(model, data, min(ROWS, max(FEWEST, rows)))
         self._seen.append(sample)
-        strategy = model.distribute_strategy
-        count = backend.data.largest_count(strategy, data) * backend.replicas(model)
+        count = backend.data.largest_count(model, data) * backend.replicas(model)
         self._samples = count * batches
         if sum(one.count for one in self._seen) >= min(ENOUGH, self._samples):
             self.conclude()

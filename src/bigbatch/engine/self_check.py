@@ -12,12 +12,12 @@ import functools
 import warnings
 from typing import Any, Callable, Iterator
 
-from bigbatch.backends.keras import backend_of, is_first_worker, layers_of, metrics_of
+from bigbatch.backends.keras import backend_of, layers_of, metrics_of
 from bigbatch.core.outcome import GRADIENT, LOG, Item, Outcome, differences, tolerance_of
 from bigbatch.engine.batch_norm import batch_norms_of
 from bigbatch.engine.cause import Call, Cause, Part, causes_of, text_of
 from bigbatch.engine.phases import Phases
-from bigbatch.errors import DifferenceError, NotEqualWarning
+from bigbatch.errors import ArgumentError, DifferenceError, NotEqualWarning, explain
 
 MODES = ("warn", "raise", "off")
 
@@ -33,6 +33,14 @@ _WITH_DRAWS = 10
 
 _NO_ROUNDING = 100
 """More than so many tolerances is never rounding."""
+
+
+_NOT_CHECKED = "bigbatch: not checked whether updates equal the full batch"
+_ONLY_TENSORFLOW = explain(
+    received='check="raise" on a backend on which fit() cannot check itself yet',
+    expected="Keras on TensorFlow",
+    fix="leave check out, and call bigbatch.verify(model, x, y, microbatch_size=...) before",
+)
 
 
 class NotCheckedError(Exception):
@@ -61,6 +69,11 @@ class SelfCheck:
         self._model = model
         self._backend = backend_of(model)
         self._phases = phases
+        if mode != "off" and self._backend.few_samples is None:
+            if mode == "raise":
+                raise ArgumentError(_ONLY_TENSORFLOW)
+            say(f"{_NOT_CHECKED}: it cannot be on this backend yet")
+            mode = "off"
         self._mode = mode
         self._say = say
         self._told = told
@@ -77,7 +90,7 @@ class SelfCheck:
     @property
     def uses_phases(self) -> bool:
         """Whether a batch is to be trained on phase by phase, in the graphs that this uses."""
-        is_graph = self._mode != "off" and not self._model.run_eagerly
+        is_graph = self._mode != "off" and not self._backend.runs_in_python(self._model)
         return is_graph and self._has_any_size()
 
     def _has_any_size(self) -> bool:
@@ -98,7 +111,7 @@ class SelfCheck:
         self._checked = self._phases.structures
         causes, reason = self.causes(data, size)
         if reason:
-            self._say(f"bigbatch: not checked whether updates equal the full batch: {reason}")
+            self._say(f"{_NOT_CHECKED}: {reason}")
         for layer in self._norm.moved_by_each:
             self._say(
                 f"bigbatch: the moving statistics of {layer.name} are moved by every "
@@ -108,7 +121,7 @@ class SelfCheck:
             if self._mode == "raise":
                 raise DifferenceError(text_of(causes))
             causes = [cause for cause in causes if cause.subject not in self._told()]
-            if causes and is_first_worker(self._model):
+            if causes and self._backend.is_first_worker(self._model):
                 warnings.warn(f"bigbatch: {text_of(causes)}", NotEqualWarning, stacklevel=2)
 
     def causes(self, data: Any, size: int | None) -> tuple[list[Cause], str | None]:
@@ -167,7 +180,7 @@ class SelfCheck:
             return "the loss is computed on the whole batch, by two passes"
         if phases.runs_again:
             return "train_step makes updates that depend on each other"
-        if model.run_eagerly and backend.has_custom_train_step(model):
+        if not backend.is_traced(model) and backend.has_custom_train_step(model):
             return "a custom train_step that runs eagerly may do what cannot be undone"
         if any(getattr(layer, "stateful", False) for layer in layers_of(model)):
             return "a stateful layer has a fixed number of samples"
@@ -270,7 +283,7 @@ class Trial:
         cuts: list[Any] = [whole]
         length = None
         if self._is_split:
-            length = size if model.run_eagerly else backend.data.integer(size)
+            length = size if backend.runs_in_python(model) else backend.data.integer(size)
         elif size < self.count:
             parts = (rows[:size], rows[size:])
             cuts = [

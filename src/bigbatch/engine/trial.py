@@ -33,7 +33,7 @@ def largest_trial_that_fits(
     model, backend = trainer.model, trainer.backend
     batch = at_most
     if batch is None:
-        batch = backend.data.largest_count(model.distribute_strategy, data)
+        batch = backend.data.largest_count(model, data)
 
     def run(size: int) -> None:
         rows = functools.partial(backend.data.first_rows, count=2 * size)

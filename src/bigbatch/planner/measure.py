@@ -8,8 +8,6 @@ import statistics
 import time
 from typing import Any, Callable, Iterable, Iterator
 
-import numpy as np
-
 from bigbatch.backends.keras import (
     backend_of,
     check_compiled,
@@ -28,10 +26,7 @@ from bigbatch.engine.trial import all_variables_of, memory_of, unchanged
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.planner.plan import Measurement, Parts, Plan
 
-_ROUGH = (
-    "memory was measured as that of the process, which is rough: set "
-    "TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported to count every byte"
-)
+_ROUGH = "memory was measured as that of the process, which is rough: "
 
 
 _UPDATES = 3
@@ -59,7 +54,7 @@ def plan(
     `accumulate` has been called is planned for as it is set up there.
 
     Args:
-        model: a compiled Keras 3 model (TensorFlow backend).
+        model: a compiled Keras 3 model (on TensorFlow or torch).
         x: inputs, as `fit` takes them: arrays or tensors, in any nest; or a `tf.data.Dataset`
             or `keras.utils.PyDataset` of batches, of which the one with the longest samples is
             planned for.
@@ -129,8 +124,8 @@ class _Trials:
             raise ContextError(
                 explain(
                     received="a device that does not say how much memory is in use",
-                    expected="a GPU, a CPU on Linux, or TensorFlow's own allocator on the CPU",
-                    fix="set TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported",
+                    expected="a GPU, a CPU on Linux, or an allocator that counts",
+                    fix=self._memory.TO_COUNT,
                 )
             )
         self._trainer.trace(self._batch(2))  # makes the variables that are still missing
@@ -182,7 +177,7 @@ class _Trials:
             self._parts(MemoryCurve(peaks)),
             tuple(measured),
             too_large if there <= here or len(peaks) < 2 else None,
-            () if self._memory.is_hard else (_ROUGH,),
+            () if self._memory.is_hard else (_ROUGH + self._memory.TO_COUNT,),
         )
 
     def _here(self) -> float:
@@ -210,9 +205,8 @@ class _Trials:
                 for _ in range(_UPDATES):
                     start = time.perf_counter()
                     logs = self._trainer.train_on(data, size)
-                    self._backend.ops.map_structure(
-                        np.asarray, logs
-                    )  # or a GPU may not be done
+                    ops = self._backend.ops
+                    ops.map_structure(ops.numpy, logs)  # or a GPU may not be done
                     taken.append(time.perf_counter() - start)
                 times.append((samples, statistics.median(taken)))
         except self._backend.OUT_OF_MEMORY:  # six micro-batches have more inputs than two

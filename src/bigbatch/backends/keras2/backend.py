@@ -111,7 +111,8 @@ class Keras2(Keras2Fit, TensorFlowBackend):
             variables += [] if generator is None else [generator.state]
         return list({id(variable): variable for variable in variables}.values())
 
-    def layers_with_other_draws(self, model: Any) -> list[Any]:
+    def layers_with_other_draws(self, model: Any, *, is_split: bool) -> list[Any]:
+        del is_split
         return [layer for layer in layers_of(model) if _is_random(layer)]
 
     def metrics_variables(self, model: Any) -> list[Any]:

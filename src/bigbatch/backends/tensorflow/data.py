@@ -228,31 +228,31 @@ def as_fit_has_them(data: Any) -> Any:
     return tf.nest.map_structure(as_fit_has_it, data)
 
 
-def _parts(strategy: Any, data: Any) -> list[Any]:
+def _parts(model: Any, data: Any) -> list[Any]:
     """Return what each replica of this process has of a batch."""
     data = as_tensors(without_optionals(data))
-    local = strategy.experimental_local_results
+    local = model.distribute_strategy.experimental_local_results
     leaves = [local(leaf) for leaf in tf.nest.flatten(data)]  # of `None` itself, once
     count = max(map(len, leaves))
     parts = zip(*(leaf if len(leaf) == count else leaf * count for leaf in leaves))
     return [tf.nest.pack_sequence_as(data, part) for part in parts]
 
 
-def largest_count(strategy: Any, data: Any) -> int:
+def largest_count(model: Any, data: Any) -> int:
     """Return how many samples the replica of this process with the most of them has."""
-    return max(1, *(int(sample_count(part)) for part in _parts(strategy, data)))
+    return max(1, *(int(sample_count(part)) for part in _parts(model, data)))
 
 
-def check_can_be_cut(strategy: Any, data: Any) -> None:
+def check_can_be_cut(model: Any, data: Any) -> None:
     """Raise if the tensors of a batch, which is there, differ in their number of samples."""
-    for part in _parts(strategy, data):
+    for part in _parts(model, data):
         Batch((part,), may_be_empty=True)
 
 
-def can_be_cut(strategy: Any, data: Any) -> bool:
+def can_be_cut(model: Any, data: Any) -> bool:
     """Say whether all tensors of a batch have the same number of samples."""
     try:
-        check_can_be_cut(strategy, data)
+        check_can_be_cut(model, data)
     except ArgumentError:
         return False
     return True

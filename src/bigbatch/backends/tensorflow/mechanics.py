@@ -51,7 +51,7 @@ class TensorFlowBackend(Backend):
     )
 
     def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        if model.run_eagerly:
+        if self.runs_in_python(model):
             return function
         # Or TensorFlow would warn that methods of many models are traced many times.
         function = functools.partial(function)
@@ -72,6 +72,12 @@ class TensorFlowBackend(Backend):
     def explained(self, error: BaseException) -> Exception | None:
         return failures.explained(error)
 
+    def runs_in_python(self, model: Any) -> bool:
+        return bool(model.run_eagerly)
+
+    def is_traced(self, model: Any) -> bool:
+        return not model.run_eagerly
+
     def trace_now(self) -> Any:
         return tf.compat.v1.get_default_graph()
 
@@ -81,6 +87,10 @@ class TensorFlowBackend(Backend):
     def is_multi_worker(self, model: Any) -> bool:
         strategy = model.distribute_strategy
         return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+    def is_first_worker(self, model: Any) -> bool:
+        strategy = model.distribute_strategy
+        return not self.is_multi_worker(model) or not strategy.cluster_resolver.task_id
 
     def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
         return model.distribute_strategy.run(function, args=args)
@@ -107,7 +117,10 @@ class TensorFlowBackend(Backend):
     def largest_of_all(self, model: Any, value: int) -> int:
         return replicas.largest_of_all(model.distribute_strategy, value)
 
-    def gradient_sums(self, model: Any) -> GradientSums:
+    def gradient_sums(self, model: Any, *, apart: bool) -> GradientSums | None:
+        del apart  # the gradients of a micro-batch are there before they are added up
+        if self.runs_in_python(model):
+            return None
         with model.distribute_strategy.scope():
             return GradientSums(model.trainable_variables)
 
@@ -122,7 +135,7 @@ class TensorFlowBackend(Backend):
         return Accumulation(
             model.distribute_strategy,
             compute,
-            run_eagerly=model.run_eagerly,
+            run_eagerly=self.runs_in_python(model),
             jit_compile=self.jit_compile(model),
             kept=kept,
             before=before,
@@ -136,6 +149,10 @@ class TensorFlowBackend(Backend):
         return lambda nest, size: TwoPasses(
             nest, size, may_be_empty=several, jit_compile=self.jit_compile(model), kept=kept()
         )
+
+    def without_effects(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        del model
+        return contextlib.nullcontext()  # what is not needed is pruned from the graph
 
     def replica_vector(self, model: Any) -> Any:
         with model.distribute_strategy.scope():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from pathlib import Path
 from typing import Any, Callable, Iterable
 
 import numpy as np
@@ -13,11 +12,15 @@ import tensorflow as tf
 
 from bigbatch.backends.tensorflow.compat import memory_limits
 from bigbatch.backends.tensorflow.data import bytes_of
+from bigbatch.core.process_memory import (
+    available_bytes,
+    measurable_bytes,
+    resident_bytes,
+    resident_peak_of,
+)
 
 _MOST_OF_A_CPU = 2**36
 """The bytes that TensorFlow's allocator for GPUs takes on a CPU, if it is not told."""
-
-_STATUS = Path("/proc/self/status")
 
 
 class Memory:
@@ -32,6 +35,10 @@ class Memory:
 
     OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
     """The error of something that does not fit."""
+    TO_COUNT = (
+        "set TF_CPU_ALLOCATOR_USE_BFC=true before TensorFlow is imported to count every byte"
+    )
+    """What to do if a device does not say what is in use."""
 
     def __init__(self, devices: Iterable[str]) -> None:
         specs = [tf.DeviceSpec.from_string(device) for device in devices]
@@ -51,7 +58,7 @@ class Memory:
     def peak_of(self, function: Callable[[], Any]) -> int:
         """Call a function; return the most bytes in use on a device. `limit` must be known."""
         if not self.is_hard:
-            return self._resident_peak_of(function)
+            return resident_peak_of(function)
         self.reset_peak()
         function()
         return self.peak()
@@ -69,7 +76,7 @@ class Memory:
     def in_use(self) -> int:
         """Return the bytes in use on the device that has the most. `limit` must be known."""
         if not self.is_hard:
-            return _kilobytes(_STATUS, "VmRSS")
+            return resident_bytes()
         return max(map(self._current, self._devices))
 
     def most_on_a_device(self, variables: Iterable[Any]) -> int:
@@ -108,20 +115,15 @@ class Memory:
 
     def _limit(self) -> int | None:
         if not self.is_hard:
-            return _available() if os.access("/proc/self/clear_refs", os.W_OK) else None
+            return measurable_bytes()
         if self._devices == ["CPU:0"]:
             megabytes = os.environ.get("TF_CPU_BFC_MEM_LIMIT_IN_MB")
             if megabytes:
                 return int(megabytes) * 2**20
-            available = _available()
+            available = available_bytes()
             return None if available is None else min(available, _MOST_OF_A_CPU)
         limits = memory_limits()
         return min((limits[name] for name in self._devices if name in limits), default=None)
-
-    def _resident_peak_of(self, function: Callable[[], Any]) -> int:
-        Path("/proc/self/clear_refs").write_text("5")  # start the peak from here
-        function()
-        return _kilobytes(_STATUS, "VmHWM")
 
 
 def _wanted(message: str) -> int | None:
@@ -132,17 +134,3 @@ def _wanted(message: str) -> int | None:
         return int(match.group(1)) if match else None
     shape = [int(length) for length in match.group(1).split(",") if length]
     return tf.as_dtype(match.group(2)).size * int(np.prod(shape, dtype=np.int64))
-
-
-def _available() -> int | None:
-    """Return what this process has and may still have of the system's memory."""
-    with contextlib.suppress(OSError):
-        return _kilobytes(Path("/proc/meminfo"), "MemAvailable") + _kilobytes(_STATUS, "VmRSS")
-    return None
-
-
-def _kilobytes(path: Path, name: str) -> int:
-    match = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
-    if match is None:
-        raise OSError(f"{path} does not say {name}")
-    return int(match.group(1)) * 1024

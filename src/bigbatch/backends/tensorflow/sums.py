@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any, Iterable
 
@@ -95,6 +96,10 @@ class GradientSums:
     def used(self) -> list[GradientSum]:
         """The sums that take memory while a batch runs."""
         return [one for one in self._sums.values() if one.is_used]
+
+    def adding(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which a micro-batch runs whose gradients are added here."""
+        return contextlib.nullcontext()
 
     def add(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
         """Add up gradients that have a place, in a graph; return the others, and `None`."""

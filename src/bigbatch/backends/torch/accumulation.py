@@ -1,0 +1,116 @@
+"""Run a function on the micro-batches of `fit`, and add up what it returns."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable
+
+import torch
+
+from bigbatch.backends.base import Backend
+from bigbatch.backends.torch import data as batches
+from bigbatch.backends.torch.draws import Draws
+from bigbatch.backends.torch.sums import PythonSums
+from bigbatch.backends.torch.trial import seeds_of, told_by_trial
+
+
+class SameForAll:
+    """What every micro-batch of a batch starts from: random draws, counters.
+
+    Args:
+        backend: the backend of the model.
+        model: a Keras model.
+    """
+
+    def __init__(self, backend: Backend, model: Any) -> None:
+        self._backend, self._model = backend, model
+        self._draws = Draws()
+        self._before: list[tuple[Any, Any]] = []
+        self._started = 0
+        self.is_prepared = False
+        """Whether it is known what the model does with samples."""
+        self.once: dict[int, Any] = {}
+        """The tensors that change once per batch: the same for any samples. By `id`."""
+
+    def prepare(self, types: Any) -> None:
+        """Try what the model does with such samples."""
+        places, once = told_by_trial(self._backend, self._model, types)
+        self._draws.places, self.is_prepared = places, True
+        self.once.update((id(one), one) for one in once)
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._started = 0
+        self._draws.begin()
+
+    @contextlib.contextmanager
+    def running(self, count: int, total: int | None) -> Any:
+        """Return a block in which the next micro-batch, of `count` samples, runs.
+
+        `total` is the number of samples of the batch, if that is known.
+        """
+        if not self._started:
+            once = {**self.once, **{id(one): one for one in seeds_of(self._model)}}
+            self._before = [(one, one.detach().clone()) for one in once.values()]
+        with torch.no_grad():
+            for one, value in self._before:
+                one.copy_(value)
+        with self._draws.rows(self._started, count, total):
+            yield
+        self._started += count
+
+
+class Accumulation:
+    """The sum of `compute` over the micro-batches of a batch.
+
+    Args:
+        same: what every micro-batch starts from.
+        compute: called with a vector of numbers that are the same for the whole batch, and the
+            data of a micro-batch; returns a nest of tensors and `None`.
+    """
+
+    def __init__(self, same: SameForAll, compute: Callable[[Any, Any], Any]) -> None:
+        self._same = same
+        self._compute = compute
+        self._sums = PythonSums()
+        self.once = same.once
+        self.changed = same.once
+
+    def prepare(self, types: Any, size: int | None) -> None:
+        """Find out what can be found before a micro-batch runs."""
+        del size
+        self._same.prepare(types)
+
+    def can_run(self, data: Any) -> bool:
+        """Say whether `compute` takes such data, by trying it on samples that are all zero."""
+        with contextlib.suppress(Exception):
+            self._compute(None, batches.samples_of(batches.types_of_any_count(data), 2, 0))
+            return True
+        return False
+
+    def forget(self) -> None:
+        """Do nothing: nothing is traced."""
+
+    def clear(self) -> None:
+        """Begin a batch."""
+        self._sums.clear()
+        self._same.begin()
+
+    def release(self) -> None:
+        """Give back the memory of a sum that has been read."""
+        self._sums.clear()
+
+    def add(self, context: Any, data: Any, size: int | None = None) -> None:
+        """Run micro-batches of `size` samples, or one of all of them, and add them up."""
+        count = batches.checked_count(data)
+        total = None if size is None else count
+        size = size or count
+        for start in range(0, count, size):
+            rows = min(size, count - start)
+            part = batches.with_own_weights(batches.rows(data, start, rows))
+            with self._same.running(rows, total):
+                self._sums.add(self._compute(context, part))
+
+    def value(self) -> Any:
+        """Return the sum so far, in the structure that `compute` returns."""
+        return self._sums.value()

@@ -1,0 +1,45 @@
+"""Names of Keras on torch that are not public; `tests/test_compat_torch.py` pins them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import keras
+
+BY_SHAPE = ("normal", "uniform", "randint", "truncated_normal")
+"""The functions that draw a shape from a generator made of a seed."""
+
+WITH_GLOBAL_SEED = ("gamma", "binomial", "beta")
+"""The functions that draw a shape from the generator of torch, with a seed set for a while."""
+
+
+def random_module() -> Any:
+    """Return the module through which all layers draw."""
+    return importlib.import_module("keras.src.backend.torch.random")
+
+
+def drawn_seed(seed: Any) -> int:
+    """Return a seed as a number, advancing the generator of seeds that it is."""
+    return int(random_module().draw_seed(seed).sum()) & 0x7FFFFFFF
+
+
+def seed_generators_of(layer: Any) -> list[Any]:
+    """Return the generators of seeds that a layer has itself."""
+    return layer._seed_generators
+
+
+def follows_torch(noise_shape: Any, seed: Any) -> bool:
+    """Say whether dropout draws from the generator of torch, as it does without a seed."""
+    if noise_shape is not None:
+        return False
+    is_generator = isinstance(seed, keras.random.SeedGenerator)
+    return seed is None or (is_generator and seed._initial_seed is None)
+
+
+def global_seed_state() -> list[Any]:
+    """Return the state of the generator of seeds of Keras, if there is one by now."""
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    generators = importlib.import_module("keras.src.random.seed_generator")
+    generator = state.get_global_attribute(generators.GLOBAL_SEED_GENERATOR)
+    return [] if generator is None else [generator.state.value]

@@ -1,0 +1,190 @@
+"""Random draws of the full batch, row by row, in each micro-batch.
+
+On a CPU torch draws one number after the other. So a micro-batch has its rows of a draw of the
+full batch if its draw goes on where that of the micro-batch before has ended:
+
+- a layer with a seed has a generator of its own for every draw: it is kept for the batch;
+- a Dropout layer without one draws from the generator of torch, as all others do. There the
+  first micro-batch passes over the numbers of the samples after it, so that the next layer
+  finds what it finds in the full batch. In window mode the number of samples is not known, and
+  micro-batches draw their own.
+
+Normal draws come in blocks of 16: rows are those of the full batch if the draw of every
+micro-batch is a multiple of that. On other devices a draw is not in the order of its rows:
+micro-batches draw numbers of their own, from the same distribution.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import Any, Callable, Iterator
+
+import keras
+import torch
+
+from bigbatch.backends.torch.compat import (
+    BY_SHAPE,
+    WITH_GLOBAL_SEED,
+    drawn_seed,
+    follows_torch,
+    random_module,
+    seed_generators_of,
+)
+from bigbatch.backends.torch.ops import ones
+from bigbatch.core.patching import replaced
+
+
+class Draws:
+    """The random draws of one batch, micro-batch by micro-batch."""
+
+    def __init__(self) -> None:
+        self.places: list[bool] | None = None
+        """For each draw in turn, whether it is one for each sample, if that is known."""
+        self._generators: dict[int, Any] = {}
+        self._states: dict[int, Any] = {}
+        self._number = 0
+        self._rows: tuple[int, int, int | None] = (0, 0, None)
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._generators.clear()
+        self._states.clear()
+
+    @contextlib.contextmanager
+    def rows(self, start: int, count: int, total: int | None) -> Iterator[None]:
+        """Return a block in which a micro-batch draws its rows of the draws of the batch.
+
+        Args:
+            start: the samples of the batch before this micro-batch.
+            count: the samples of this micro-batch.
+            total: the samples of the batch, if they are known.
+        """
+        self._rows, self._number = (start, count, total), 0
+        module = random_module()
+        instead = {
+            name: functools.partial(self._draw, getattr(module, name)) for name in BY_SHAPE
+        }
+        for name in WITH_GLOBAL_SEED:
+            instead[name] = functools.partial(self._draw_globally, getattr(module, name))
+        instead["dropout"] = functools.partial(self._dropout, module.dropout)
+        instead["categorical"] = functools.partial(self._draw, module.categorical)
+        with replaced(module, **instead):
+            yield
+
+    def _is_of_samples(self, shape: Any) -> bool:
+        """Say whether the next draw is one for each sample, given its shape."""
+        number, self._number = self._number, self._number + 1
+        if self.places is not None and number < len(self.places):
+            return self.places[number]
+        return bool(len(shape)) and shape[0] == self._rows[1]
+
+    def _draw(self, draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Any:
+        """Draw as usual, with the generator that the micro-batch before has used."""
+        # A categorical draw has one row for each row of its logits.
+        if not self._is_of_samples(shape.shape if torch.is_tensor(shape) else shape):
+            return draw(shape, *args, **kwargs)
+        return self._with_generator(functools.partial(draw, shape, *args, **kwargs))
+
+    def _with_generator(self, draw: Callable[[], Any]) -> Any:
+        module, number = random_module(), self._number
+        make = module.torch_seed_generator
+
+        def kept(seed: Any) -> Any:
+            generator = make(seed)  # which advances the seed
+            return self._generators.setdefault(number, generator)
+
+        with replaced(module, torch_seed_generator=kept):
+            return draw()
+
+    def _draw_globally(
+        self, draw: Callable[..., Any], shape: Any, *args: Any, seed: Any = None, **kwargs: Any
+    ) -> Any:
+        """Draw numbers of its own in each micro-batch: how many it takes is not known."""
+        if self._is_of_samples(shape) and self._rows[0]:
+            seed = drawn_seed(seed) + self._rows[0]
+        return draw(shape, *args, seed=seed, **kwargs)
+
+    def _dropout(
+        self,
+        dropout: Callable[..., Any],
+        inputs: Any,
+        rate: float,
+        noise_shape: Any = None,
+        seed: Any = None,
+    ) -> Any:
+        draw = functools.partial(dropout, inputs, rate, noise_shape, seed)
+        if rate in (0.0, 1.0):
+            return draw()
+        is_of_samples = self._is_of_samples(_shape_of_noise(inputs, noise_shape))
+        if not follows_torch(noise_shape, seed):
+            return self._with_generator(draw) if is_of_samples else draw()
+        _, count, total = self._rows
+        if not is_of_samples or total is None or inputs.device.type != "cpu":
+            return draw()
+        number, here = self._number, torch.get_rng_state()
+        is_first = number not in self._states
+        if not is_first:
+            torch.set_rng_state(self._states[number])
+        result = draw()
+        self._states[number] = torch.get_rng_state()
+        if is_first:
+            self._pass_over(inputs, rate, (total - count) * math.prod(inputs.shape[1:]))
+        else:
+            torch.set_rng_state(here)
+        return result
+
+    def _pass_over(self, inputs: Any, rate: float, count: int) -> None:
+        """Draw the numbers of the samples that are not here, a micro-batch's at a time."""
+        chunk = torch.empty(inputs.numel(), dtype=inputs.dtype)
+        while count:
+            count -= chunk[:count].bernoulli_(1 - rate).numel()
+
+
+@contextlib.contextmanager
+def watching_draws(is_of: Callable[[Any], None]) -> Iterator[None]:
+    """Return a block in which `is_of` is called with the shape of each draw."""
+    module = random_module()
+
+    def watched(draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Any:
+        is_of(tuple(shape.shape if torch.is_tensor(shape) else shape))
+        return draw(shape, *args, **kwargs)
+
+    def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+        if rate not in (0.0, 1.0):
+            is_of(_shape_of_noise(inputs, noise_shape))
+        return original(inputs, rate, noise_shape, seed)
+
+    original = module.dropout
+    names = (*BY_SHAPE, *WITH_GLOBAL_SEED, "categorical")
+    instead = {name: functools.partial(watched, getattr(module, name)) for name in names}
+    with replaced(module, **instead, dropout=dropout):
+        yield
+
+
+def _shape_of_noise(inputs: Any, noise_shape: Any) -> tuple[int, ...]:
+    given = inputs.shape if noise_shape is None else noise_shape
+    return tuple(own if one is None else one for one, own in zip(given, inputs.shape))
+
+
+def layers_with_other_draws(layers: list[Any], *, is_split: bool) -> list[Any]:
+    """Return the layers whose draws may not be rows of those of the full batch.
+
+    Args:
+        layers: the layers of a model.
+        is_split: whether the samples of a batch are known when its micro-batches run.
+    """
+    found = []
+    for layer in layers:
+        if not seed_generators_of(layer):
+            continue
+        is_dropout = isinstance(layer, keras.layers.Dropout)
+        unseeded = is_dropout and follows_torch(layer.noise_shape, layer.seed_generator)
+        is_normal = isinstance(
+            layer, (keras.layers.GaussianNoise, keras.layers.GaussianDropout)
+        )
+        on_cpu = ones().device.type == "cpu"
+        if not on_cpu or is_normal or (unseeded and not is_split):
+            found.append(layer)
+    return found

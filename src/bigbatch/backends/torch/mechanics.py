@@ -1,0 +1,184 @@
+"""How the engine runs on torch: one replica, everything as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from typing import Any, Callable, Iterable, Iterator
+
+import torch
+
+from bigbatch.backends.base import Backend
+from bigbatch.backends.torch import data, ops, rollback
+from bigbatch.backends.torch.accumulation import Accumulation, SameForAll
+from bigbatch.backends.torch.memory import OUT_OF_MEMORY, Memory, naming_out_of_memory
+from bigbatch.backends.torch.sample import TorchSample, sample_of
+from bigbatch.backends.torch.sums import GradientSums
+from bigbatch.backends.torch.table import Table
+from bigbatch.backends.torch.two_passes import TwoPasses
+
+
+class Numbers:
+    """A row of numbers that can be replaced."""
+
+    def __init__(self) -> None:
+        self._value = ops.stack([0, 0])
+
+    def assign(self, value: Any) -> None:
+        """Replace the numbers."""
+        self._value = value
+
+    def read_value(self) -> Any:
+        """Return the numbers."""
+        return self._value
+
+
+class TorchBackend(Backend):
+    """The part of a backend that knows torch."""
+
+    ops = ops
+    data = data
+    OUT_OF_MEMORY = OUT_OF_MEMORY
+
+    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        del model
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with naming_out_of_memory():
+                return function(*args, **kwargs)
+
+        return call
+
+    def runs_in_python(self, model: Any) -> bool:
+        del model
+        return True
+
+    def is_traced(self, model: Any) -> bool:
+        del model
+        return False
+
+    def trace_now(self) -> Any:
+        return None
+
+    def replicas(self, model: Any) -> int:
+        del model
+        return 1
+
+    def is_multi_worker(self, model: Any) -> bool:
+        del model
+        return False
+
+    def is_first_worker(self, model: Any) -> bool:
+        del model
+        return True
+
+    def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        del model
+        return function(*args)
+
+    def local_results(self, model: Any, value: Any) -> list[Any]:
+        del model
+        return [value]
+
+    def reduce(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        del model
+        return function(*args)
+
+    def sum_over_replicas(self, values: list[Any]) -> list[Any]:
+        return values
+
+    def largest_of_all(self, model: Any, value: int) -> int:
+        del model
+        return value
+
+    def gradient_sums(self, model: Any, *, apart: bool) -> GradientSums:
+        return GradientSums(model, in_grad=not apart and not self.has_custom_train_step(model))
+
+    def accumulation(
+        self,
+        model: Any,
+        compute: Callable[[Any, Any], Any],
+        kept: Callable[[], list[Any]],
+        before: Callable[[Any], Any],
+        exact: Any = None,
+    ) -> Accumulation:
+        del kept, before
+        assert exact is None  # which `refuse_exact` has refused
+        if self.jit_compile(model):
+            warnings.warn(
+                "bigbatch: jit_compile=True has no effect on torch while a model accumulates: "
+                "micro-batches run without torch.compile. The result is the same.",
+                stacklevel=2,
+            )
+        return Accumulation(SameForAll(self, model), compute)
+
+    def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
+        del kept
+        same = SameForAll(self, model)
+
+        def passes(nest: Any, size: int) -> TwoPasses:
+            if not same.is_prepared:
+                same.prepare(data.types_of_any_count(nest[0]))
+            return TwoPasses(nest, size, lambda: self.state_of(model), same)
+
+        return passes
+
+    @contextlib.contextmanager
+    def without_effects(self, model: Any) -> Iterator[None]:
+        copies = rollback.Copies(self.state_of(model))
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            copies.put_back()
+
+    def replica_vector(self, model: Any) -> Numbers:
+        del model
+        return Numbers()
+
+    def rollback(
+        self, model: Any, others: Iterable[Any], weights: Iterable[Any] = ()
+    ) -> rollback.Rollback:
+        del weights  # there is one update, which comes last
+        return rollback.Rollback([*self.state_of(model), *others])
+
+    def unchanged(self, variables: Iterable[Any]) -> Any:
+        return rollback.unchanged(variables)
+
+    @contextlib.contextmanager
+    def updating(
+        self, model: Any, captured: list[Any], results: Any
+    ) -> Iterator[Callable[..., None]]:
+        del model, results
+
+        def apply(
+            gradients: list[list[Any]], made: Callable[[int], None] = lambda _: None
+        ) -> None:
+            for one, mean in zip(captured, gradients):
+                one.optimizer.apply(mean, one.variables)
+                made(one.number)
+
+        with torch.no_grad():
+            yield apply
+
+    def out_of_memory(self, message: str) -> Exception:
+        return OUT_OF_MEMORY(message)
+
+    def table(self, *, rows: int, columns: int) -> Table:
+        return Table(rows=rows, columns=columns)
+
+    def memory(self, variables: Iterable[Any]) -> Memory:
+        return Memory(variable.device for variable in variables)
+
+    def sample(self, model: Any, data: Any, rows: int) -> TorchSample:
+        return sample_of(self, model, data, rows)
+
+    def sample_of_many(self, samples: list[TorchSample]) -> TorchSample:
+        first, *others = samples
+        return first.with_others(others)
+
+    def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        del variables
+        return gradients

@@ -1,0 +1,134 @@
+"""Variables, and the random numbers of torch, as they were before something that may fail."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterable, Iterator
+
+import torch
+
+from bigbatch.errors import ContextError, explain
+
+_NONE, _TAKEN, _FINAL = 0, 1, 2
+_HALF_UPDATED = explain(
+    received="an optimizer that ran out of memory in the middle of an update",
+    expected="memory for the update itself, which is the same for every micro-batch size",
+    fix="some weights are updated and some are not: load them from a checkpoint, and use an "
+    "optimizer with fewer slots, a smaller model, or more memory",
+)
+
+
+class Copies:
+    """Values of tensors, and the state of torch's own generators, to be put back.
+
+    Args:
+        tensors: what may change.
+        on_host: whether the copies are in the memory of the host, not on the device.
+    """
+
+    def __init__(self, tensors: Iterable[Any], *, on_host: bool = False) -> None:
+        copy = _on_host if on_host else torch.clone
+        self.values = [(one, copy(one.detach())) for one in tensors]
+        self._random = generator_states()
+
+    def put_back(self) -> None:
+        """Give everything the value it had."""
+        with torch.no_grad():
+            for tensor, value in self.values:
+                tensor.copy_(value)
+        set_generator_states(self._random)
+
+
+def _on_host(value: Any) -> Any:
+    return value.to("cpu", copy=True)
+
+
+def generator_states() -> tuple[Any, list[Any]]:
+    """Return the state of the generators that unseeded draws come from."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_gpus
+
+
+def set_generator_states(states: tuple[Any, list[Any]]) -> None:
+    """Undo what has been drawn since `generator_states`."""
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])
+
+
+class Rollback:
+    """Copies of what a batch changes before its update.
+
+    Weights and optimizers need no copy: they change last, and only if all went well.
+
+    Args:
+        tensors: the metrics, moving statistics and random state of a model.
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self._tensors = list({id(one): one for one in tensors}.values())
+        self._copies: Copies | None = None
+        self._phase = _NONE
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Keep the values that variables have now; return a block that may fail."""
+        self._copies, self._phase = Copies(self._tensors), _TAKEN
+        yield
+
+    def before(self, tensor: Any) -> Any:
+        """Return the value that a tensor had when the copies were taken."""
+        assert self._copies is not None
+        return next(value for one, value in self._copies.values if one is tensor)
+
+    @contextlib.contextmanager
+    def final(self, results: Iterable[Any]) -> Iterator[None]:
+        """Return a block for the update, in which nothing can be put back any more."""
+        del results
+        self._phase, self._copies = _FINAL, None
+        yield
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the update has begun, after which nothing can be put back."""
+        return self._phase == _FINAL
+
+    @property
+    def half_updated(self) -> str | None:
+        """What to say of an update that failed and cannot be undone, if one has begun."""
+        return _HALF_UPDATED if self.is_final else None
+
+    def forget(self) -> None:
+        """Be as if nothing had been taken."""
+        self._phase, self._copies = _NONE, None
+
+    def restore(self) -> None:
+        """Give the variables their values back, if any were taken and the update not begun."""
+        if self._phase == _TAKEN and self._copies is not None:
+            self._copies.put_back()
+            self.forget()
+
+    @contextlib.contextmanager
+    def undone_if(self, error: type[Exception]) -> Iterator[None]:
+        """Return a block after which, if it fails with `error`, everything is as before.
+
+        Unless it was the update itself that failed: then an error says that.
+        """
+        self.forget()
+        try:
+            yield
+        except error as failure:
+            if self.is_final:
+                raise ContextError(_HALF_UPDATED) from failure
+            self.restore()
+            raise
+
+
+@contextlib.contextmanager
+def unchanged(tensors: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """Return a block after which tensors are as before; it gives a way to go back sooner."""
+    copies = Copies(tensors, on_host=True)
+    try:
+        yield copies.put_back
+    finally:
+        copies.put_back()

@@ -1,0 +1,68 @@
+"""What calling a model does, found by trying: torch has no graph to look at."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+
+from bigbatch.backends.base import Backend
+from bigbatch.backends.keras import layers_of
+from bigbatch.backends.torch import data as batches
+from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of
+from bigbatch.backends.torch.draws import watching_draws
+
+_TRIALS = ((2, 0), (3, 1))
+"""How many samples are tried, and what they are filled with."""
+
+
+class Told(NamedTuple):
+    """What a trial has told."""
+
+    places: list[bool] | None
+    """For each draw in turn, whether it is one for each sample; `None` if nothing is known."""
+    once: list[Any]
+    """The tensors whose new value does not depend on samples: they change once per batch."""
+
+
+def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
+    """Call a model with samples of such types, in which nothing is the same; undo it."""
+    shapes: list[list[Any]] = []
+    values: list[list[Any]] = []
+    candidates = _candidates(backend, model)
+    with contextlib.suppress(Exception):  # what cannot be tried is left to each micro-batch
+        for count, fill in _TRIALS:
+            seen: list[Any] = []
+            x, _, _ = backend.unpacked(batches.samples_of(types, count, fill))
+            with backend.without_effects(model), watching_draws(seen.append):
+                backend.call(model, x, training=True)
+                values.append([one.detach().clone() for one in candidates])
+            shapes.append(seen)
+    if len(values) < len(_TRIALS) or len(shapes[0]) != len(shapes[1]):
+        return Told(None, [])
+    counts = [count for count, _ in _TRIALS]
+    places = [[shape[:1] for shape in pair] for pair in zip(*shapes)]
+    same = [
+        one
+        for one, new, other in zip(candidates, *values)
+        if torch.equal(new, other) and not torch.equal(one, new)
+    ]
+    return Told([pair == [(count,) for count in counts] for pair in places], same)
+
+
+def _candidates(backend: Backend, model: Any) -> list[Any]:
+    """Return the state of a model, without metrics and moving statistics."""
+    others = [backend.native(one) for one in backend.metrics_variables(model)]
+    for layer in layers_of(model):
+        if backend.is_batch_norm(layer):
+            others += [backend.native(one) for one in layer.non_trainable_variables]
+    known = {id(one) for one in others}
+    return [one for one in backend.state_of(model) if id(one) not in known]
+
+
+def seeds_of(model: Any) -> list[Any]:
+    """Return the state of the generators of seeds, which never depends on samples."""
+    layers = (model, *layers_of(model))
+    generators = [one for layer in layers for one in seed_generators_of(layer)]
+    return [*(one.state.value for one in generators), *global_seed_state()]

@@ -1,0 +1,123 @@
+"""Random draws on torch: rows of the full batch's, where a CPU draws one after the other."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import keras
+import pytest
+import torch
+
+import bigbatch
+from bigbatch.backends.torch import draws
+from comparison import check_same
+from fit_cases import DENSE_X, DENSE_Y, MODES, Case
+
+layers = keras.layers
+TOLERANCE = 5e-6
+
+
+class Counts(layers.Layer):
+    """Counts its calls, and adds noise that is the same for all samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x, training=False):
+        if training:
+            self.count.assign_add(1.0)
+            x = x + 0.1 * keras.random.normal((8,), seed=self.seed_generator)
+        return x
+
+
+def model_with(*extra):
+    """Return a model that draws in several places, the last after a layer of another width."""
+
+    def make():
+        hidden = [layers.Dense(16, "tanh"), *(one() for one in extra), layers.Dense(8, "tanh")]
+        return keras.Sequential(
+            [keras.Input((5,)), *hidden, *(one() for one in extra), layers.Dense(3)]
+        )
+
+    return make
+
+
+SEEDED = {
+    "dropout": lambda: layers.Dropout(0.3, seed=1),
+    "dropout with a shape of noise": lambda: layers.Dropout(0.3, noise_shape=(None, 1), seed=2),
+    "the same for all samples": lambda: layers.Dropout(0.3, noise_shape=(1, None), seed=2),
+    "alpha dropout": lambda: layers.AlphaDropout(0.3, seed=2),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_seeded_draws_are_rows_of_the_full_batch(name, mode):
+    case = Case(model_with(SEEDED[name]))
+    check_same(case.accumulate(mode), case.train(), TOLERANCE)
+
+
+def test_unseeded_dropout_draws_what_the_full_batch_draws():
+    case = Case(model_with(lambda: layers.Dropout(0.3), lambda: layers.Dropout(0.1)))
+    check_same(case.accumulate("split"), case.train(), TOLERANCE)
+
+
+def test_unseeded_dropout_without_passing_over_differs():
+    case = Case(model_with(lambda: layers.Dropout(0.3)))
+    with mock.patch.object(draws.Draws, "_pass_over"), pytest.raises(AssertionError):
+        check_same(case.accumulate("split"), case.train(), TOLERANCE)
+
+
+def test_normal_draws_in_blocks_of_sixteen():
+    case = Case(model_with(lambda: layers.GaussianNoise(0.3, seed=1)), fit={"epochs": 1})
+    options = {"batch_size": 24}  # times 16 and 8: multiples of 16, the last of two samples too
+    expected = case.train(**options)
+    found = case.accumulate("split", {"microbatch_size": 8}, **options)
+    check_same(found, expected, TOLERANCE)
+
+
+def test_what_does_not_depend_on_samples_changes_once(mode):
+    case = Case(
+        lambda: keras.Sequential(
+            [keras.Input((5,)), layers.Dense(8), Counts(), layers.Dense(3)]
+        )
+    )
+    expected = case.train()
+    assert float(expected.model.layers[1].count.numpy()) == 6  # updates
+    check_same(case.accumulate(mode), expected, TOLERANCE)
+
+
+def test_two_passes_draw_the_same_twice(mode):
+    # Without a seed the order of draws is that of updates and epochs, which windows change.
+    seed = None if mode == "split" else 4
+    case = Case(
+        model_with(lambda: layers.Dropout(0.3, seed=seed), lambda: layers.Dropout(0.3, seed=3))
+    )
+    check_same(case.accumulate(mode, {"coupled": True}), case.train(), TOLERANCE)
+
+
+def test_the_banner_names_layers_with_other_draws(capsys):
+    def said(mode, *extra):
+        model = Case(model_with(*extra)).build()
+        setting, size = MODES[mode]
+        bigbatch.accumulate(model, **setting)
+        model.fit(DENSE_X, DENSE_Y, batch_size=size, verbose=2)
+        return capsys.readouterr().out
+
+    unseeded, seeded = (lambda: layers.Dropout(0.3)), (lambda: layers.Dropout(0.3, seed=1))
+    assert "random draws" not in said("split", unseeded, seeded)
+    assert "random draws" not in said("window", seeded)
+    assert "dropout_" in said("window", unseeded)
+    assert "(random draws)" in said("split", lambda: layers.GaussianNoise(0.1))
+
+
+def test_a_failed_batch_gives_the_random_numbers_back():
+    model = Case(model_with(lambda: layers.Dropout(0.3))).build()
+    bigbatch.accumulate(model, microbatch_size=8)
+    model.train_on_batch(DENSE_X, DENSE_Y)
+    before = torch.get_rng_state()
+    bad = [DENSE_X, DENSE_Y[:, :2]]
+    with pytest.raises(RuntimeError, match="must match the size"):
+        model.train_on_batch(*bad)
+    assert torch.equal(before, torch.get_rng_state())
