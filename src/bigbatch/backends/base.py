@@ -6,10 +6,11 @@ import abc
 from contextlib import AbstractContextManager as Block
 from typing import Any, Callable, Iterable
 
+from bigbatch.backends.defaults import Defaults
 from bigbatch.backends.updates import SeveralUpdates
 
 
-class Backend(SeveralUpdates, abc.ABC):
+class Backend(Defaults, SeveralUpdates, abc.ABC):
     """A framework and the Keras on it; stateless, one for all models of the kind.
 
     "On each replica" is inside `strategy.run` on TensorFlow, and everywhere else where there
@@ -32,6 +33,14 @@ class Backend(SeveralUpdates, abc.ABC):
         """Return a function as one graph, unless the model runs eagerly."""
 
     @abc.abstractmethod
+    def runs_in_python(self, model: Any) -> bool:
+        """Say whether Python runs the micro-batches of a batch, not one graph."""
+
+    @abc.abstractmethod
+    def is_traced(self, model: Any) -> bool:
+        """Say whether a micro-batch is traced before it runs, and so is known before."""
+
+    @abc.abstractmethod
     def trace_now(self) -> Any:
         """Return what is being traced: the same object in the same trace."""
 
@@ -42,6 +51,10 @@ class Backend(SeveralUpdates, abc.ABC):
     @abc.abstractmethod
     def is_multi_worker(self, model: Any) -> bool:
         """Say whether a model is trained by several processes together."""
+
+    @abc.abstractmethod
+    def is_first_worker(self, model: Any) -> bool:
+        """Say whether this process is the one that speaks for all."""
 
     @abc.abstractmethod
     def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:

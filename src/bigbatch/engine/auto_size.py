@@ -47,7 +47,7 @@ class AutoSlices(WholeBatches):
     def _train_on(self, trainer: Trainer, data: Any) -> dict[str, Any]:
         """Make one update, with smaller micro-batches if it has to be."""
         backend, model = trainer.backend, trainer.model
-        largest = backend.data.largest_count(model.distribute_strategy, data)
+        largest = backend.data.largest_count(model, data)
 
         def run(size: int) -> dict[str, Any]:
             with trainer.phases.rollback.undone_if(backend.OUT_OF_MEMORY):

@@ -135,7 +135,8 @@ class Batches:
     def _can_wait(self, trainer: Trainer) -> bool:
         """Say whether batches can be left to the iterator, as nobody needs their logs yet."""
         is_ready = trainer.phases.rollback is not None and trainer.planning.is_done
-        is_streamed = not self._holds(trainer) and not trainer.model.run_eagerly
+        is_in_graph = not trainer.backend.runs_in_python(trainer.model)
+        is_streamed = not self._holds(trainer) and is_in_graph
         return is_ready and is_streamed and bool(self._logs) and bool(self.batches_per_epoch)
 
     def _holds(self, trainer: Trainer) -> bool:
@@ -277,10 +278,8 @@ class Batches:
             self._held, parts = [], len(held)  # or inputs would be in memory twice
             joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)
             del held
-            strategy = trainer.model.distribute_strategy
-            logs = trainer.train_on(
-                joined, -(-functions.largest_count(strategy, joined) // parts)
-            )
+            largest = functions.largest_count(trainer.model, joined)
+            logs = trainer.train_on(joined, -(-largest // parts))
         else:
             if held:
                 self._add_held(trainer)

@@ -67,7 +67,7 @@ class _Hooks:
             # An own `fit` may pass on what it does not name.
             bound = self._signature.bind(*args, **kwargs).arguments
             self._fit_arguments = {**bound, **kwargs}
-            self._is_quiet = not self._is_first_worker() or (
+            self._is_quiet = not self._backend.is_first_worker(self._model) or (
                 self._fit_arguments.get("verbose", "auto") == 0
             )
         self.is_fitting, self.is_training = True, False
@@ -135,10 +135,6 @@ class _Hooks:
         if not self._is_quiet:
             print(text)
 
-    def _is_first_worker(self) -> bool:
-        strategy = self._model.distribute_strategy
-        return not self.is_multi_worker or not strategy.cluster_resolver.task_id
-
     def make_train_function(self, force: bool = False) -> Any:
         model = self._model
         if model.train_function is None or force:
@@ -146,7 +142,7 @@ class _Hooks:
             if self.trainer is not None:
                 self.trainer.flush()  # what `train_on_batch` has left open
             self.trainer = self.setting.trainer(model, self._say)
-            model.train_function = self.train
+            model.train_function = self._backend.train_function(model, self.train)
         assert self.trainer is not None
         self.trainer.feed.batches_per_epoch = self.batches_per_epoch
         return model.train_function

@@ -222,11 +222,12 @@ class TermRecorder:
         is_once = sample_weight is None or self.loss_weight is not None
         if self._backend.ops.rank(values) == 0 and is_once:
             is_loss = sample_weight is not None
+            values = self._backend.ops.noted(values)
             number = ScalarMetric(metric, values, by_samples=is_loss, of_loss=is_loss)
             self.numbers.append(number)
         else:
             update_state(values, sample_weight=sample_weight)
 
     def _record(self, metric: Any, value: Any) -> None:
-        value = self._backend.ops.mean(value) / self._replicas
+        value = self._backend.ops.noted(self._backend.ops.mean(value) / self._replicas)
         self.numbers.append(ScalarMetric(metric, value, by_samples=None, of_loss=True))

@@ -81,7 +81,7 @@ class MicroBatch:
 
     def prepare(self) -> None:
         """Make places to add up gradients in, before anything is traced."""
-        if self.model.run_eagerly:  # Python adds them up
+        if self.backend.runs_in_python(self.model):  # which adds them up
             return
         first, stop = self.part.first, self.part.stop
         if stop is None:  # as many as there are optimizers, as a rule
@@ -102,7 +102,7 @@ class MicroBatch:
     @property
     def buffer_bytes(self) -> int:
         """The bytes in which gradients are added up, once a micro-batch has been traced."""
-        if self.model.run_eagerly:
+        if self.backend.runs_in_python(self.model):
             return sum(self.backend.data.bytes_of(one.variables) for one in self.captured)
         return sum(one.bytes for sums in self.sums.values() for one in sums.used)
 
@@ -216,7 +216,7 @@ class MicroBatch:
         model, backend = self.model, self.backend
         return (
             self._replicas > 1
-            and not model.run_eagerly
+            and not backend.runs_in_python(model)
             and not backend.has_custom_train_step(model)
             and not backend.uses_inputs_after_call(model)
             and backend.number_of_terms(model) == 1

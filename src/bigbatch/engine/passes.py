@@ -75,7 +75,8 @@ class Passes:
     def is_known(self) -> bool:
         """Whether the passes are known, or sure to be when a micro-batch has been traced."""
         is_custom = self._backend.has_custom_train_step(self._model)
-        return self._plan is not None or not (self._model.run_eagerly and is_custom)
+        is_tried = self._backend.TELLS_ORDER and self._model.run_eagerly and is_custom
+        return self._plan is not None or not is_tried
 
     @property
     def shape_of_graphs(self) -> tuple[Any, ...]:

@@ -66,6 +66,7 @@ class Phases:
         before = self._passes.before
         self._counts = backend.accumulation(model, first.count, first.kept, before)
         self._context = backend.replica_vector(model)
+        self._updates: dict[int, Any] = {}
         self._is_known = False
         self._is_ready = False
         self._last: Any = None
@@ -145,7 +146,7 @@ class Phases:
             if self.needs_counts:
                 self._counts.prepare(types, size)
         # What only training can build is built in its first trace, and protected from then on.
-        is_traced = self.full_batch_loss is None and not model.run_eagerly
+        is_traced = self.full_batch_loss is None and backend.is_traced(model)
         self._is_ready = is_built or is_traced or not is_first
         if not self._is_ready or is_first or before != self._shape_of_graphs():
             self._compile()
@@ -158,6 +159,7 @@ class Phases:
     def _compile(self) -> None:
         """Make graphs of the phases, for what is known of a micro-batch now."""
         self._passes.make_rollback()
+        self._updates = {}
         for name in _GRAPHS:
             method = getattr(type(self), name).__get__(self)
             setattr(self, name, self._backend.compiled(self._model, method))
@@ -170,7 +172,7 @@ class Phases:
     def _must_count(self, data: Any, *, is_whole: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""
         backend, model, plan = self._backend, self._model, self.microbatch.plan
-        if not model.run_eagerly:
+        if backend.is_traced(model):
             is_known = is_whole and self._replicas == 1
             return plan.needs_denominators or (plan.needs_samples and not is_known)
         # Without a graph nothing is known before it happens.
@@ -179,6 +181,12 @@ class Phases:
         if not backend.has_custom_train_step(model):
             return True
         return self._counts.can_run(data)  # a custom step may do anything with its data
+
+    def knows_bytes(self, data: Any, size: int) -> bool:
+        """Note what micro-batches of `size` samples take, if that needs no run of them."""
+        if self.full_batch_loss is not None:
+            return False
+        return self._backend.knows_bytes(self.passes[0].runs, data, size)
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs of the last."""
@@ -199,7 +207,7 @@ class Phases:
             with self.rollback.taken():
                 totals = backend.reduce(model, self._run_full_batch, data, size)
             with self.rollback.final(self._ops.flatten(totals)):
-                return full.apply(totals)
+                return self._updated(full, totals)
         with self.rollback.taken():
             backend.on_replicas(model, self._open)
             if self.needs_counts:
@@ -324,16 +332,25 @@ class Phases:
                 self._context.read_value()[0],
                 # Of one batch in one graph the samples are known before micro-batches run.
                 is_nominal=is_whole and self._replicas == 1,
-                is_known=self._is_known if is_whole else model.run_eagerly,
+                is_known=self._is_known if is_whole else backend.runs_in_python(model),
             )
 
         totals = backend.reduce(model, local)
         is_last = this is self.passes[-1]
         final = self.rollback.final(self._ops.flatten(totals)) if is_last else nullcontext()
         with final:
-            logs = this.update.apply(totals)
+            logs = self._updated(this.update, totals)
         self.release(number)
         return logs
+
+    def _updated(self, update: Any, totals: Any) -> dict[str, Any]:
+        """Make an update from what `reduce` returned; return the logs."""
+        if id(update) not in self._updates:
+            statistics = self.microbatch.statistics
+            others = statistics.variables if statistics else []
+            make = self._backend.update_function
+            self._updates[id(update)] = make(self._model, update.apply, others)
+        return self._updates[id(update)](totals)
 
     def settle(self, data: Any, size: Any) -> None:
         """Make assignments that are the same for all samples, after the updates before them.

@@ -76,8 +76,7 @@ class Planning:
             return
         sample = backend.sample(model, data, min(ROWS, max(FEWEST, rows)))
         self._seen.append(sample)
-        strategy = model.distribute_strategy
-        count = backend.data.largest_count(strategy, data) * backend.replicas(model)
+        count = backend.data.largest_count(model, data) * backend.replicas(model)
         self._samples = count * batches
         if sum(one.count for one in self._seen) >= min(ENOUGH, self._samples):
             self.conclude()

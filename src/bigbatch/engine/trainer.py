@@ -100,7 +100,7 @@ class Trainer:
         types = functions.without_optionals(types)
         if self._workers is not None:
             self._trace_phases(types, functions.INTEGER)
-        elif not self.model.run_eagerly:
+        elif not self.backend.runs_in_python(self.model):
             self.phases.train_batch.get_concrete_function(types, functions.INTEGER)
 
     def trace_micro_batch(self, types: Any) -> None:
@@ -108,14 +108,15 @@ class Trainer:
         self._trace_phases(self.backend.data.without_optionals(types), None)
 
     def _trace_phases(self, types: Any, size: Any) -> None:
-        if not self.model.run_eagerly:
+        if not self.backend.runs_in_python(self.model):
             self.phases.add.get_concrete_function(types, size, self.backend.data.WEIGHT)
             if self.phases.needs_counts:
                 self.phases.count.get_concrete_function(types, size)
 
     def integer(self, value: int) -> Any:
         """Return a number as an argument that needs no other trace if it changes."""
-        return value if self.model.run_eagerly else self.backend.data.integer(value)
+        is_number = self.backend.runs_in_python(self.model)
+        return value if is_number else self.backend.data.integer(value)
 
     @property
     def buffer_bytes(self) -> int:

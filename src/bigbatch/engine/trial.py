@@ -33,11 +33,13 @@ def largest_trial_that_fits(
     model, backend = trainer.model, trainer.backend
     batch = at_most
     if batch is None:
-        batch = backend.data.largest_count(model.distribute_strategy, data)
+        batch = backend.data.largest_count(model, data)
 
     def run(size: int) -> None:
         rows = functools.partial(backend.data.first_rows, count=2 * size)
         part = backend.on_replicas(model, rows, data)
+        if trainer.phases.knows_bytes(part, size):
+            return
         for _ in range(_UPDATES):
             trainer.train_on(part, size)
 

@@ -201,8 +201,9 @@ def as_fit_has_them(data: Any) -> Any:
     return tf.nest.map_structure(as_fit_has_it, data)
 
 
-def largest_count(strategy: Any, data: Any) -> int:
+def largest_count(model: Any, data: Any) -> int:
     """Return how many samples the replica of this process with the most of them has."""
+    strategy = model.distribute_strategy
     leaf = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
     counts = (sample_count(part) for part in strategy.experimental_local_results(leaf))
     return max(1, *map(int, counts))

@@ -28,6 +28,7 @@ class TensorFlowBackend(Backend):
 
     ops = ops
     data = data
+    TELLS_ORDER = True
     OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
     LOST_WORKER = (
         tf.errors.UnavailableError,
@@ -42,6 +43,12 @@ class TensorFlowBackend(Backend):
         function = functools.partial(function)
         return tf.function(function, reduce_retracing=True, autograph=False)
 
+    def runs_in_python(self, model: Any) -> bool:
+        return model.run_eagerly
+
+    def is_traced(self, model: Any) -> bool:
+        return not model.run_eagerly
+
     def trace_now(self) -> Any:
         return tf.compat.v1.get_default_graph()
 
@@ -51,6 +58,10 @@ class TensorFlowBackend(Backend):
     def is_multi_worker(self, model: Any) -> bool:
         strategy = model.distribute_strategy
         return isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
+    def is_first_worker(self, model: Any) -> bool:
+        is_alone = not self.is_multi_worker(model)
+        return is_alone or not model.distribute_strategy.cluster_resolver.task_id
 
     def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
         return model.distribute_strategy.run(function, args=args)
