@@ -34,6 +34,8 @@ def allowed_frameworks(path: str) -> set[str]:
     package = path.split("/")[0]
     if path.startswith(("backends/tensorflow/", "backends/keras2/")):
         return {"tensorflow", "keras"}
+    if path.startswith("backends/jax/"):
+        return {"jax", "keras"}
     if path == "demo.py":
         return {"tensorflow", "keras"}  # a program of a user's
     return {"loops": {"tensorflow"}, "backends": {"keras"}}.get(package, set())
