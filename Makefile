@@ -3,7 +3,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export TF_CPP_MIN_LOG_LEVEL ?= 3
 
-.PHONY: demo test test-all matrix upstream check figures bench bench-smoke docs fuzz format clean
+ON_JAX := $(addprefix tests/contract/fit/test_,equality.py last_window.py metrics.py optimizer.py saving.py \
+	structures.py what_differs.py buffers.py statistics.py)
+
+.PHONY: demo test test-torch test-jax test-all matrix upstream check figures bench bench-smoke docs fuzz format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -14,8 +17,19 @@ ON_TORCH := tests/torch_contract tests/contract/fit
 test: .venv/installed ## run the tests
 	@echo "== Tests"
 	@$(BIN)/python -m pytest -n 2 -m "not matrix"
+	@$(MAKE) --no-print-directory test-torch test-jax
+
+test-torch: .venv/installed ## run the contract tests of fit on torch, in processes of their own
 	@echo "== Tests on torch"
 	@KERAS_BACKEND=torch $(BIN)/python -m pytest -n 2 -m "not matrix" $(ON_TORCH)
+
+# What it compiles is small: XLA need not think about it for long.
+test-jax: .venv/installed ## run the contract tests of fit on JAX, in processes of their own
+	@echo "== Tests on JAX"
+	@KERAS_BACKEND=jax XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
+		$(BIN)/python -m pytest -n 2 -m "not matrix" tests/jax_contract $(ON_JAX)
+	@KERAS_BACKEND=jax JAX_ENABLE_X64=1 XLA_FLAGS="--xla_backend_optimization_level=0" \
+		$(BIN)/python -m pytest -n 2 -m "not matrix" tests/contract/fit/test_equality.py -k float64
 
 test-all: .venv/installed ## run the tests, and the matrix of more cases
 	@echo "== All tests"

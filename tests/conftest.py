@@ -31,7 +31,7 @@ with silence():
     import sampling
     from on_torch import ON_TORCH
 
-    from stack import IS_KERAS_3, keras
+    from stack import BACKEND, IS_KERAS_3, keras
 
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
@@ -39,11 +39,10 @@ with silence():
 tf.get_logger().setLevel("ERROR")
 
 collect_ignore_glob = ["workers/*", "*_probe.py"]  # programs that tests run in other processes
-if os.environ.get("KERAS_BACKEND") != "torch":
-    collect_ignore_glob += [
-        "torch_contract/*",
-        "torch_cases.py",
-    ]  # run with KERAS_BACKEND=torch
+if BACKEND != "torch":
+    collect_ignore_glob += ["torch_contract/*", "torch_cases.py"]
+if BACKEND != "jax":
+    collect_ignore_glob += ["jax_contract/*", "jax_cases.py"]
 
 
 def pytest_configure() -> None:
@@ -60,6 +59,8 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="session")
 def mirrored() -> tf.distribute.Strategy:
     """The strategy on two CPUs; one for all tests, as a second one would reuse its keys."""
+    if BACKEND != "tensorflow":
+        pytest.skip("strategies are of TensorFlow")
     return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
@@ -107,6 +108,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if _runs_on_torch(item)]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
+        is_shared = BACKEND == "jax" and "jax_contract" not in str(item.path)
+        # On JAX, a few of the tests that every backend has: each compiles its own programs.
+        if is_shared and not sampling.is_chosen(item.name, 3, number):
+            item.add_marker(pytest.mark.matrix)
         sampled = item.get_closest_marker("sampled")
         if sampled and not sampling.is_chosen(item.name, sampled.args[0], number):
             item.add_marker(pytest.mark.matrix)

@@ -13,7 +13,7 @@ import tensorflow as tf
 import bigbatch
 from comparison import Fitted, recorded_warnings
 
-from stack import IS_KERAS_3, keras, new_optimizers
+from stack import BACKEND, IS_KERAS_3, keras, new_optimizers, ops
 
 SAMPLES = 50
 rng = np.random.default_rng(11)
@@ -46,7 +46,9 @@ class Case:
     y: Any = field(default_factory=lambda: DENSE_Y)
     loss: Callable[[], Any] | None = lambda: "mse"
     optimizer: Callable[[], Any] = lambda: new_optimizers().Adam(
-        0.01, global_clipnorm=0.1, use_ema=True
+        0.01,
+        global_clipnorm=0.1,
+        use_ema=BACKEND != "jax",  # plain Keras cannot fit twice
     )
     compile: dict[str, Any] = field(default_factory=dict)
     fit: dict[str, Any] = field(default_factory=dict)
@@ -123,7 +125,7 @@ def regularised() -> Any:
 
 class AddsLoss(layers.Layer):
     def call(self, inputs):
-        self.add_loss(0.1 * tf.reduce_mean(tf.square(inputs)))
+        self.add_loss(0.1 * ops.mean(ops.square(inputs)))
         return inputs
 
 
@@ -150,8 +152,8 @@ class Tracks(layers.Layer):
         self.spread = keras.metrics.Mean(name="spread")
 
     def call(self, x: Any) -> Any:
-        self.mean.update_state(tf.reduce_mean(x))
-        self.spread.update_state(tf.reduce_max(x, (1, 2)) - tf.reduce_min(x, (1, 2)))
+        self.mean.update_state(ops.mean(x))
+        self.spread.update_state(ops.max(x, (1, 2)) - ops.min(x, (1, 2)))
         return x
 
 
@@ -187,7 +189,7 @@ def two_outputs() -> Any:
     return keras.Model({"tokens": tokens, "x": x}, outputs)
 
 
-class OwnTrainStep(keras.Model):
+class OwnTrainStepOnTensorFlow(keras.Model):
     """As in the Keras guide: its own tape, no scaling of the loss, its own logs."""
 
     def __init__(self):
@@ -207,10 +209,15 @@ class OwnTrainStep(keras.Model):
         return {"my_loss": loss, "norm": tf.reduce_mean(tf.square(y_pred))}
 
 
-class TrainStepIsAFunction(OwnTrainStep):
+OwnTrainStep: Any = OwnTrainStepOnTensorFlow
+if BACKEND == "jax":
+    from jax_cases import OwnTrainStep
+
+
+class TrainStepIsAFunction(OwnTrainStepOnTensorFlow):
     """Decorated, as in custom loops; not needed in Keras, and seen all the same."""
 
-    train_step = tf.function(OwnTrainStep.train_step)
+    train_step = tf.function(OwnTrainStepOnTensorFlow.train_step)
 
 
 class OwnComputeLoss(OwnTrainStep):
@@ -219,7 +226,9 @@ class OwnComputeLoss(OwnTrainStep):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         loss = super().compute_loss(x, y, y_pred, sample_weight)
         return (
-            loss + 0.1 * tf.reduce_mean(tf.abs(y_pred)) + 0.01 * tf.nn.l2_loss(self.out.kernel)
+            loss
+            + 0.1 * ops.mean(ops.abs(y_pred))
+            + 0.005 * ops.sum(ops.square(self.out.kernel))
         )
 
 
@@ -249,7 +258,7 @@ class TwoOptimizers(keras.Model):
         return {"one": losses[self.one.name], "two": losses[self.two.name]}
 
 
-class OwnTracker(OwnTrainStep):
+class OwnTrackerOnTensorFlow(OwnTrainStepOnTensorFlow):
     """The pattern of the Keras guide: a metric that is updated with the loss of the batch."""
 
     def __init__(self):
@@ -259,6 +268,11 @@ class OwnTracker(OwnTrainStep):
     def train_step(self, data):
         self.tracker.update_state(super().train_step(data)["my_loss"])
         return {"loss": self.tracker.result()}
+
+
+OwnTracker: Any = OwnTrackerOnTensorFlow
+if BACKEND == "jax":
+    from jax_cases import OwnTracker
 
 
 class NoCall(OwnTrainStep):
@@ -304,12 +318,12 @@ class OwnStateInLoss(OwnTrainStep):
         self.total = keras.metrics.Sum(name="total")
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        self.total.update_state(tf.abs(y - y_pred))
+        self.total.update_state(ops.abs(y - y_pred))
         return super().compute_loss(x, y, y_pred, sample_weight)
 
 
 def scalar_loss(y_true: Any, y_pred: Any) -> Any:
-    return tf.reduce_mean(tf.square(y_true - y_pred))
+    return ops.mean(ops.square(y_true - y_pred))
 
 
 def frozen_and_unused() -> Any:
@@ -382,3 +396,13 @@ CASES = {
 }
 if not IS_KERAS_3:  # which has no such reduction
     CASES = {name: case for name, case in CASES.items() if "mean with" not in name}
+NOT_ON_JAX = (
+    "no reduction",  # plain Keras fails there, too
+    "metrics of a layer",
+    "no call",
+    "optimizer of a layer",  # the state that Keras hands over has one optimizer
+    "two optimizers",
+    "train_step is a tf.function",
+)
+if BACKEND == "jax":
+    CASES = {name: case for name, case in CASES.items() if name not in NOT_ON_JAX}

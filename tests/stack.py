@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import types
 from typing import Any
 
+import pytest
 import tensorflow as tf
 
 NAME = os.environ.get("BIGBATCH_KERAS", "keras")
@@ -23,6 +25,27 @@ VERSION: str = getattr(keras, "__version__", "") or importlib.import_module("ker
 
 IS_KERAS_3: bool = int(VERSION.split(".")[0]) >= 3
 """Whether it is Keras 3; otherwise Keras 2, of TensorFlow or by itself."""
+
+BACKEND: str = keras.backend.backend() if IS_KERAS_3 else "tensorflow"
+"""The framework that Keras runs on, chosen by KERAS_BACKEND: "tensorflow" or "jax"."""
+
+ops: Any = (
+    keras.ops
+    if IS_KERAS_3
+    else types.SimpleNamespace(
+        abs=tf.abs,
+        max=tf.reduce_max,
+        mean=tf.reduce_mean,
+        min=tf.reduce_min,
+        square=tf.square,
+        sum=tf.reduce_sum,
+    )
+)
+"""Operations on tensors of every backend."""
+
+only_on_tensorflow = pytest.mark.skipif(
+    BACKEND != "tensorflow", reason="of TensorFlow: its operations, graphs or strategies"
+)
 
 HAS_RENORM: bool = not IS_KERAS_3 or "renorm" in inspect.getsource(
     keras.layers.BatchNormalization

@@ -36,6 +36,8 @@ def allowed_frameworks(path: str) -> set[str]:
         return {"tensorflow", "keras"}
     if path.startswith("backends/torch/"):
         return {"torch", "keras"}
+    if path.startswith("backends/jax/"):
+        return {"jax", "keras"}
     if path == "demo.py":
         return {"tensorflow", "keras"}  # a program of a user's
     return {"loops": {"tensorflow"}, "backends": {"keras"}}.get(package, set())

@@ -12,12 +12,14 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
 import bigbatch
 from bigbatch.backends import keras as keras_compat
-from bigbatch.backends.tensorflow import compat, keras3
+from bigbatch.backends import keras3
+from bigbatch.backends.tensorflow import compat
+from bigbatch.backends.tensorflow.keras3 import Keras3OnTensorFlow
 from bigbatch.backends.tensorflow.optimizers import adapted
 from bigbatch.core.versions import version_of
 
 SOURCE = Path(bigbatch.__file__).parent
-KERAS = keras3.Keras3OnTensorFlow(keras)
+KERAS = Keras3OnTensorFlow(keras)
 COMPAT = {
     "keras.py",
     "keras3.py",
@@ -121,7 +123,7 @@ def test_the_batches_of_an_epoch():
     x = np.zeros((10, 3), "float32")
     for data, size in ((x, 4), (tf.data.Dataset.from_tensor_slices(x).batch(4, True), None)):
         iterator = TFEpochIterator(tf.distribute.get_strategy(), x=data, batch_size=size)
-        batches, of, rest = keras3.batches_of(iterator)
+        batches, of, rest = KERAS.batches_of(iterator)
         assert (batches, of, rest) == ((3, 4, 2) if size else (2, 4, None))
 
 

@@ -40,11 +40,17 @@ def _package_of(model: Any) -> str | None:
 
 def is_keras_3(model: Any) -> bool:
     """Say whether a model is one of Keras 3."""
-    return _package_of(model) == "keras" and int(keras.__version__.split(".")[0]) >= 3
+    return _package_of(model) == "keras" and is_version_3()
+
+
+def is_version_3() -> bool:
+    """Say whether the package `keras` is Keras 3."""
+    return int(keras.__version__.split(".")[0]) >= 3
 
 
 KERAS_3_BACKENDS = {
     "tensorflow": ("bigbatch.backends.tensorflow.keras3", "Keras3OnTensorFlow"),
+    "jax": ("bigbatch.backends.jax.keras3", "Keras3OnJax"),
     "torch": ("bigbatch.backends.torch.keras3", "Keras3OnTorch"),
 }
 """Where the backends of Keras 3 are, by the name that Keras has for the framework."""
@@ -52,7 +58,7 @@ KERAS_3_BACKENDS = {
 
 @functools.lru_cache(maxsize=None)
 def _backend(package: str) -> Backend:
-    if package == "keras" and int(keras.__version__.split(".")[0]) >= 3:
+    if package == "keras" and is_version_3():
         module, name = KERAS_3_BACKENDS[keras.backend.backend()]
         return getattr(importlib.import_module(module), name)(keras)
     # Before TensorFlow 2.16 the public names are those of `tf.keras`.
@@ -167,7 +173,17 @@ def check_model(model: Any) -> None:
 
 
 def check_keras_3(model: Any, what: str) -> None:
-    """Raise if `what` is asked for a model of Keras 2."""
+    """Raise if `what`, which is for Keras 3 on TensorFlow, is asked for another model."""
+    if is_keras_3(model) and keras.backend.backend() != "tensorflow":
+        raise ArgumentError(
+            explain(
+                received=f"{what} for the model {model.name!r} on the backend "
+                f"{keras.backend.backend()!r}",
+                expected="a model of Keras 3 on TensorFlow",
+                fix='bigbatch.accumulate works here, with microbatch_size="auto" too; to try '
+                "this out, run the same script with KERAS_BACKEND=tensorflow",
+            )
+        )
     if not is_keras_3(model):
         raise ArgumentError(
             explain(
@@ -239,11 +255,16 @@ def python_function(function: Any) -> Callable[..., Any]:
 
 def set_mask(tensor: Any, mask: Any) -> None:
     """Attach a mask to a tensor, for Keras to see."""
-    tensor._keras_mask = mask
+    if is_version_3():
+        importlib.import_module("keras.src.backend").set_keras_mask(tensor, mask)
+    else:
+        tensor._keras_mask = mask
 
 
 def mask_of(tensor: Any) -> Any:
     """Return the mask Keras has attached to a tensor, or `None`."""
+    if is_version_3():  # which knows the masks of tensors that take no attributes, too
+        return importlib.import_module("keras.src.backend").get_keras_mask(tensor)
     return getattr(tensor, "_keras_mask", None)
 
 

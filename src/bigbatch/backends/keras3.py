@@ -3,14 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any, Callable, Iterator
 
-from bigbatch.backends.keras import KerasBackend, layers_of, python_function
+from bigbatch.backends.keras import KerasBackend, layers_of, mask_of, python_function
 from bigbatch.core.patching import replaced
+
+END_OF_EPOCH = "_get_metrics_result_or_logs"
+"""The method with which `fit` turns the logs of the last batch into those of the epoch."""
 
 
 class Keras3(KerasBackend):
     """The part of a backend that knows Keras 3."""
+
+    BUILD_BEFORE_FIT = "_symbolic_build"
+    """The method with which `fit` and `evaluate` build a model."""
+
+    def methods(self, model: Any, hooks: Any) -> dict[str, Any]:
+
+        def build(iterator: Any = None, data_batch: Any = None) -> None:
+            self.build_before_fit(model, iterator, data_batch)
+            if iterator is None:
+                hooks.batches_per_epoch = None
+            else:
+                hooks.begin(self.batches_of(iterator), certain_batches_of(iterator))
+
+        def end_epoch(logs: Any) -> Any:
+            # Evaluation ends here too, perhaps in the middle of a window, with logs of its own.
+            end = functools.partial(getattr(type(model), END_OF_EPOCH), model)
+            if logs is not hooks.logs:
+                return end(logs)
+            return {**end(hooks.trainer.flush() or logs), **hooks.extra_logs()}
+
+        return {self.BUILD_BEFORE_FIT: build, END_OF_EPOCH: end_epoch}
+
+    def build_before_fit(self, model: Any, iterator: Any, data_batch: Any) -> None:
+        """Do what the method `BUILD_BEFORE_FIT` does."""
+        getattr(type(model), self.BUILD_BEFORE_FIT)(model, iterator, data_batch)
+
+    def batches_of(self, epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
+        """Return the batches in an epoch, their size, and that of a smaller last one."""
+        adapter = epoch_iterator.data_adapter
+        size = rest = None
+        with contextlib.suppress(NotImplementedError):  # adapters may not know
+            size = adapter.batch_size
+            if not epoch_iterator.steps_per_epoch:
+                rest = adapter.partial_batch_size
+        return epoch_iterator.num_batches, size, rest
 
     def fit(
         self, hooks: Any, fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
@@ -146,7 +185,7 @@ class Keras3(KerasBackend):
 
         of = self.keras.tree.map_structure
         values = loss.call(of(convert, y_true), of(convert, y_pred))
-        masks = [getattr(one, "_keras_mask", None) for one in (y_pred, values)]
+        masks = [mask_of(one) for one in (y_pred, values)]
         return values, [mask for mask in masks if mask is not None]
 
     def value_of(self, loss: Any, y_true: Any, y_pred: Any, weight: Any, by: Any) -> Any:
@@ -305,6 +344,16 @@ class Keras3(KerasBackend):
     def knows_mask(self, layer: Any) -> bool:
         del layer
         return True
+
+
+def certain_batches_of(epoch_iterator: Any) -> int | None:
+    """Return after how many batches every epoch ends, or `None` if that is not certain.
+
+    Some epochs are shorter if the data ends before `steps_per_epoch`, or not at a multiple.
+    """
+    if epoch_iterator.steps_per_epoch and epoch_iterator.data_adapter.num_batches:
+        return None
+    return epoch_iterator.num_batches
 
 
 class _Recorder:

@@ -10,8 +10,8 @@ import numpy as np
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import logits_of, mask_of, set_logits, set_mask
 
-_NOISE = 0.1
-"""By how much of their size outputs are varied."""
+_NOISE = (0.05, 0.9)
+"""By how much of their size outputs are varied, from the first sample to the last."""
 
 
 class Sample:
@@ -65,8 +65,8 @@ class Sample:
     def varied(self, outputs: Any) -> Any:
         """Return outputs with numbers that differ from sample to sample.
 
-        A new model may say the same of all samples, which hides what a loss does. What looks
-        like a probability stays between zero and one.
+        A new model may say the same of all samples, or be wrong by the same, which hides what
+        a loss does. What looks like a probability stays between zero and one.
         """
         random = np.random.default_rng(0)
 
@@ -75,11 +75,13 @@ class Sample:
             if values.dtype.kind in "iub":
                 return leaf
             values = values.astype(np.float64)
+            noise = np.linspace(*_NOISE, len(values)) if values.ndim else np.array(_NOISE[0])
+            noise = noise.reshape(-1, *[1] * (values.ndim - 1)) if values.ndim else noise
             if values.min(initial=0) >= 0 and values.max(initial=0) <= 1:
-                values = values + _NOISE * (random.uniform(size=values.shape) - values)
+                values = values + noise * (random.uniform(size=values.shape) - values)
             else:
                 size = max(1.0, np.abs(values).max(initial=0))
-                values = values + _NOISE * size * random.normal(size=values.shape)
+                values = values + noise * size * random.normal(size=values.shape)
             return self._backend.ops.as_type(values, leaf)
 
         def with_mask(leaf: Any) -> Any:

@@ -15,6 +15,9 @@ class SeveralUpdates:
     By default nothing is known of it, and a `train_step` may make one update only.
     """
 
+    TELLS_ORDER = False
+    """Whether `order_of_updates` can be known."""
+
     def place_in_trace(self) -> int | None:
         """Return how many operations have been traced; `None` where nothing is traced."""
         return None

@@ -52,7 +52,7 @@ def accumulate(
     setting. `restore` undoes it.
 
     Args:
-        model: a Keras 3 model (on TensorFlow or torch), or a Keras 2 model (`tf_keras`, or
+        model: a Keras 3 model (on TensorFlow, JAX or torch), or a Keras 2 model (`tf_keras`, or
             `tf.keras` of TensorFlow 2.10 to 2.15).
         microbatch_size: samples per micro-batch; under a `tf.distribute` strategy, per
             micro-batch and replica. "auto": the largest that fits the device, measured at the

@@ -111,7 +111,8 @@ class BatchNorm:
         # About the moving mean: about zero, the variance would be a small difference of large
         # numbers.
         shift = mean - self._ops.weight(old[0])
-        moments.append((count, count * shift, count * (variance + shift * shift)))
+        sums = (count, count * shift, count * (variance + shift * shift))
+        moments.append(tuple(map(self._ops.noted, sums)))
         self._called.append(layer)
         return outputs
 

@@ -9,7 +9,7 @@ takes the gradients of the outputs back to the weights.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 from bigbatch.backends.keras import backend_of, mask_of, set_mask
 from bigbatch.core.exact import exact_choice
@@ -45,12 +45,16 @@ class FullBatchLoss:
         self._backend = backend_of(model)
         self._microbatch = microbatch
         self._capturing = Capturing(model)
-        self._passes = self._backend.two_passes(model, microbatch.kept)
+        self._whole = self._backend.loss_of_whole_batch(model, self._running)
+        if self._whole is None:
+            self._passes = self._backend.two_passes(model, microbatch.kept)
         self._outputs: Any = None
 
     def local(self, data: Any, size: Any) -> FullBatchTotals:
         """Run this replica's part of a batch; return what adds up over replicas."""
         ops, microbatch = self._backend.ops, self._microbatch
+        if self._whole is not None:
+            return self._local_by_itself(data, size)
         passes = self._passes((data,), size)
         count = 0
 
@@ -83,6 +87,15 @@ class FullBatchLoss:
             microbatches=ops.ceil(samples / ops.weight(size)),
         )
 
+    def _local_by_itself(self, data: Any, size: Any) -> FullBatchTotals:
+        ops, microbatch = self._backend.ops, self._microbatch
+        microbatch.captured = [CapturedGradients(self._model.optimizer)]
+        microbatch.captured[0].variables = list(self._model.trainable_variables)
+        gradients, moments, logs = self._whole.run(data, size)
+        samples = ops.weight(self._backend.data.sample_count(data))
+        microbatches = ops.ceil(samples / ops.weight(size))
+        return FullBatchTotals(gradients, moments, logs, samples, microbatches)
+
     def apply(self, totals: FullBatchTotals) -> dict[str, Any]:
         """Update the model from what `local` returned, summed over replicas; return logs."""
         backend, microbatch = self._backend, self._microbatch
@@ -98,23 +111,36 @@ class FullBatchLoss:
 
     def _call(self, share: Any, data: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """Call the model; return outputs, masks, added losses, and moments of layers."""
-        ops, backend, plan = self._backend.ops, self._backend, self._microbatch.plan
+        ops, backend = self._backend.ops, self._backend
         x, _, _ = backend.unpacked(data)
+
+        def parts() -> Any:
+            return ops.weight(share.total) / ops.weight(backend.data.sample_count(data))
+
+        with self._running(parts) as moments:
+            self._outputs = backend.call(self._model, x, training=True)
+        outputs = ops.flatten(self._outputs)
+        masks = [mask_of(output) for output in outputs]
+        return outputs, masks, backend.losses_of_layers(self._model), moments
+
+    @contextlib.contextmanager
+    def _running(self, parts: Callable[[], Any]) -> Iterator[list[Any]]:
+        """Return a block in which the model is called on a part of a batch.
+
+        It gives the moments of layers. `parts` returns how many such parts a batch has.
+        """
+        ops, plan = self._backend.ops, self._microbatch.plan
 
         def as_mean(layer: Any, position: int, loss: Any) -> Any:
             is_sum = plan.kind_of_added(id(layer), position) is Kind.SUM
             if not is_sum and not ops.rank(loss):
                 return loss
             # The mean over micro-batches is taken of it, which then is the sum.
-            parts = ops.weight(share.total) / ops.weight(backend.data.sample_count(data))
-            return ops.times(ops.sum(loss), parts)
+            return ops.times(ops.sum(loss), parts())
 
-        added = backend.changing_added_losses(self._model, as_mean)
+        added = self._backend.changing_added_losses(self._model, as_mean)
         with self._microbatch.norm.watching() as moments, added:
-            self._outputs = backend.call(self._model, x, training=True)
-        outputs = ops.flatten(self._outputs)
-        masks = [mask_of(output) for output in outputs]
-        return outputs, masks, backend.losses_of_layers(self._model), moments
+            yield moments
 
     def _loss(
         self, passes: Any, data: Any, outputs: list[Any], masks: list[Any], losses: list[Any]

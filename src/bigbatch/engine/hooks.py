@@ -148,7 +148,7 @@ class _Hooks:
             with self._backend.eager_if_asked(model):
                 self.trainer = self.setting.trainer(model, self._say)
                 self._is_eager = model.run_eagerly
-            model.train_function = self.train
+            model.train_function = self._backend.train_function(model, self.train)
         assert self.trainer is not None
         self.trainer.feed.batches_per_epoch = self.batches_per_epoch
         return model.train_function

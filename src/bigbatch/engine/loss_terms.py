@@ -227,6 +227,7 @@ class TermRecorder:
         is_once = sample_weight is None or self._is_odd or self.loss_weight is not None
         if self._backend.ops.rank(values) == 0 and is_once:
             is_loss = sample_weight is not None
+            values = self._backend.ops.noted(values)
             number = ScalarMetric(metric, values, by_samples=is_loss, of_loss=is_loss)
             if is_loss and self._is_odd:
                 number = number._replace(weight=self._backend.ops.weight(sample_weight))
@@ -235,5 +236,5 @@ class TermRecorder:
             update_state(values, sample_weight=sample_weight)
 
     def _record(self, metric: Any, value: Any) -> None:
-        value = self._backend.ops.mean(value) / self._replicas
+        value = self._backend.ops.noted(self._backend.ops.mean(value) / self._replicas)
         self.numbers.append(ScalarMetric(metric, value, by_samples=None, of_loss=True))

@@ -27,7 +27,7 @@ ENOUGH = 8
 FEWEST = 3
 """How many samples are needed for two unequal parts."""
 
-_ROUNDING = 1000
+_ROUNDING = 100
 """How many times the precision of a number two equal values may differ, being sums."""
 
 _MOST = 0.02

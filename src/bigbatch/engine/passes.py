@@ -80,7 +80,7 @@ class Passes:
         """Whether the passes are known, or sure to be when a micro-batch has been traced."""
         is_custom = self._backend.has_custom_train_step(self._model)
         is_shown = self._backend.is_traced(self._model) or not is_custom
-        return self._plan is not None or is_shown
+        return self._plan is not None or is_shown or not self._backend.TELLS_ORDER
 
     @property
     def shape_of_graphs(self) -> tuple[Any, ...]:

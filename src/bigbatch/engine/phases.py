@@ -9,124 +9,16 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from typing import Any, Callable
+from typing import Any
 
-from bigbatch.backends.keras import backend_of
-from bigbatch.core.exact import exact_choice
-from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
-from bigbatch.engine.loss_plan import Kind
 from bigbatch.engine.loss_terms import Lengths
-from bigbatch.engine.microbatch import CountsNeededError, MicroBatch
-from bigbatch.engine.passes import Passes, PassRun
+from bigbatch.engine.microbatch import CountsNeededError
+from bigbatch.engine.phase_state import PhaseState
 from bigbatch.engine.totals import ReplicaTotals
-from bigbatch.errors import ContextError, explain
-
-_GRAPHS = (
-    "train_batch",
-    "train_next",
-    "begin",
-    "begin_again",
-    "count",
-    "use_counts",
-    "add",
-    "add_next",
-    "train_window",
-    "logs_so_far",
-    "look",
-    "finish",
-    "settle",
-)
 
 
-class Phases:
-    """What a batch goes through.
-
-    Args:
-        model: a compiled Keras model.
-        batch_norm: as for `accumulate`.
-        coupled: whether the loss is that of the whole batch, by two passes.
-        say: called with what users may want to know.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        batch_norm: Any,
-        coupled: bool,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._model = model
-        self._backend = backend = backend_of(model)
-        self._ops = backend.ops
-        self._replicas = backend.replicas(model)
-        self._passes = Passes(model, batch_norm, say)
-        self.full_batch_loss: FullBatchLoss | None = None
-        """What computes the loss of the whole batch, if it is `coupled`."""
-        if coupled:
-            check_two_passes(model, batch_norm)
-            self.use_full_batch_loss()
-        first = self._passes.all_updates.microbatch
-        before = self._passes.before
-        exact = exact_choice(batch_norm)
-        self._counts = backend.accumulation(
-            model, first.count, first.kept, before, **({"exact": exact} if exact else {})
-        )
-        self.is_exact = exact is not None
-        """Whether micro-batches run in stages, with sums over them all between."""
-        self.context = backend.replica_vector(model)
-        """What micro-batches know of their batch, on each replica: a `BatchContext`."""
-        self._is_known = False
-        self._is_ready = False
-        self._last: Any = None
-        self._known_size: int | None = None
-        self._known: list[list[Any]] = []
-        self.needs_counts = False
-        """Whether all micro-batches are counted before one can run; known when prepared."""
-
-    def use_full_batch_loss(self) -> None:
-        """Compute the loss on whole batches, by two passes; called before the first of them."""
-        self.full_batch_loss = FullBatchLoss(self._model, self.microbatch)
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """Whether all micro-batches of a batch must be there before one can run."""
-        return self.is_exact or self.full_batch_loss is not None
-
-    @property
-    def microbatch(self) -> MicroBatch:
-        """What runs micro-batches in the last pass, which gives the logs."""
-        return self.passes[-1].microbatch
-
-    @property
-    def passes(self) -> list[PassRun]:
-        """What runs all micro-batches of a batch, one after the other; known when prepared."""
-        return self._passes.each
-
-    @property
-    def runs_again(self) -> bool:
-        """Whether micro-batches run more than once; known when prepared."""
-        return self._passes.runs_again
-
-    @property
-    def settles(self) -> bool:
-        """Whether `settle` comes after the last update; known when prepared."""
-        return self._passes.settling is not None
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether it is known, when prepared, which passes a batch takes."""
-        return self.full_batch_loss is not None or self._passes.is_known
-
-    @property
-    def rollback(self) -> Any:
-        """The copies of what a batch changes; there when this is prepared."""
-        return self._passes.rollback
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The bytes in which gradients are added up, once a micro-batch has been traced."""
-        return max(one.microbatch.buffer_bytes for one in self.passes)
+class Phases(PhaseState):
+    """What a batch goes through."""
 
     def prepare(
         self, data: Any, lengths: Lengths, size: int | None, *, is_open: bool = False
@@ -177,41 +69,6 @@ class Phases:
             self._compile()
         return True
 
-    @property
-    def structures(self) -> int:
-        """How many structures of data this is prepared for."""
-        return len(self._known)
-
-    def _shape_of_graphs(self) -> tuple[Any, ...]:
-        """Return what the graphs of the phases depend on, beside the data."""
-        return self.needs_counts, self._passes.shape_of_graphs, self.buffer_bytes
-
-    def _compile(self) -> None:
-        """Make graphs of the phases, for what is known of a micro-batch now."""
-        self._passes.make_rollback()
-        for name in _GRAPHS:
-            method = getattr(type(self), name).__get__(self)
-            setattr(self, name, self._backend.compiled(self._model, method))
-
-    def learn(self, data: Any, size: Any) -> None:
-        """Find out, if a model runs eagerly, which passes a batch takes."""
-        if not self.is_planned:
-            self._passes.learn(data, size)
-
-    def _must_count(self, data: Any, *, is_whole: bool, is_built: bool) -> bool:
-        """Say whether the terms of the loss need numbers of the whole batch first."""
-        backend, model, plan = self._backend, self._model, self.microbatch.plan
-        is_known = is_whole and self._replicas == 1
-        if backend.is_traced(model):
-            return plan.needs_denominators or (plan.needs_samples and not is_known)
-        # Without a graph nothing is known before it happens, but a trial may tell; unless a
-        # custom step is the one to build the model.
-        is_custom = backend.has_custom_train_step(model)
-        if (is_built or not is_custom) and self._counts.can_run(data):
-            needs_samples = plan.needs_samples or plan.compute_loss is Kind.SUM
-            return plan.needs_denominators or (needs_samples and not is_known)
-        return backend.compile_loss_of(model) is not None and not is_custom
-
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs of the last."""
         if isinstance(count, int) and count == 1:
@@ -230,25 +87,6 @@ class Phases:
             self.begin_to_count(data)
             return self._train_batch(data, size)
 
-    def begin_to_count(self, data: Any, *, is_open: bool = False) -> None:
-        """Count batches from now on; that of `data` has shown that it must be, eagerly.
-
-        `is_open` says whether other micro-batches of its batch have run already.
-        """
-        self.rollback.restore()
-        if is_open or self.needs_counts or not self._counts.can_run(data):
-            raise ContextError(
-                explain(
-                    received="a train_step that is not traced, whose loss divides by a mask "
-                    "or the sum of sample weights",
-                    expected="a batch (x, y, sample_weight) that the model can be called with, "
-                    "to count these before the first micro-batch runs",
-                    fix="leave run_eagerly=True out, on torch compute the loss with "
-                    "self.compute_loss(x, y, y_pred, sample_weight)",
-                )
-            )
-        self.needs_counts = True
-
     def _train_batch(self, data: Any, size: Any) -> dict[str, Any]:
         backend, model, full = self._backend, self._model, self.full_batch_loss
         data = backend.data.without_optionals(data)
@@ -257,7 +95,7 @@ class Phases:
             with self.rollback.taken():
                 totals = backend.reduce(model, self._run_full_batch, data, size)
             with self.rollback.final(self._ops.flatten(totals)):
-                return full.apply(totals)
+                return self._updated(full, totals)
         with self.rollback.taken():
             backend.on_replicas(model, self._open)
             if self.needs_counts:
@@ -402,7 +240,7 @@ class Phases:
         is_last = this is self.passes[-1]
         final = self.rollback.final(self._ops.flatten(totals)) if is_last else nullcontext()
         with final:
-            logs = this.update.apply(totals)
+            logs = self._updated(this.update, totals)
         self.release(number)
         return logs
 
@@ -427,6 +265,15 @@ class Phases:
             )
 
         return self._backend.reduce(model, local)
+
+    def _updated(self, update: Any, totals: Any) -> dict[str, Any]:
+        """Make an update from what `reduce` returned; return the logs."""
+        if id(update) not in self._updates:
+            statistics = self.microbatch.statistics
+            others = statistics.variables if statistics else []
+            make = self._backend.update_function
+            self._updates[id(update)] = make(self._model, update.apply, others)
+        return self._updates[id(update)](totals)
 
     def settle(self, data: Any, size: Any) -> None:
         """Make assignments that are the same for all samples, after the updates before them.

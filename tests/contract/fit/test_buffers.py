@@ -9,7 +9,7 @@ from comparison import check_same
 from fit_cases import MODES, Case
 
 from problems import TOLERANCE
-from stack import build, keras, new_optimizers, set_policy
+from stack import build, keras, new_optimizers, only_on_tensorflow, set_policy
 
 
 def spy_on_updates(monkeypatch):
@@ -31,6 +31,7 @@ def table(rows=1000):
 X, Y = np.arange(168).reshape(42, 4) % 50, np.ones((42, 4, 2))
 
 
+@only_on_tensorflow
 def test_sparse_gradients_stay_sparse(monkeypatch, mode):
     seen = spy_on_updates(monkeypatch)
     model = table()

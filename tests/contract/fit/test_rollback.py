@@ -12,9 +12,9 @@ from comparison import paired
 from fit_cases import MODES
 
 from problems import largest_difference
-from stack import keras, random_state_of, set_steps_per_execution
+from stack import keras, only_on_tensorflow, random_state_of, set_steps_per_execution
 
-pytestmark = pytest.mark.usefixtures("repeatable")
+pytestmark = [pytest.mark.usefixtures("repeatable"), only_on_tensorflow]
 
 X = np.arange(84, dtype="float32").reshape(42, 2) / 10
 Y = np.ones((42, 1), "float32")

@@ -17,7 +17,7 @@ from comparison import check_same_models, paired
 from fit_cases import CASES, DENSE_X, MODES
 
 from problems import TOLERANCE, largest_difference
-from stack import IS_KERAS_2_10, keras, with_loss_scale
+from stack import BACKEND, IS_KERAS_2_10, keras, only_on_tensorflow, with_loss_scale
 
 SAMPLES, BATCH, SIZE = 70, 35, 10
 """Two updates, each of micro-batches of 10, 10, 10 and 5 samples."""
@@ -90,6 +90,7 @@ def check_same_estimate(estimate: Estimate, expected: Estimate):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["plain", "loss scaling"])
 @pytest.mark.parametrize("name", MODELS)
+@only_on_tensorflow
 def test_the_estimate_is_that_of_plain_gradients(name, mode, optimizer):
     make, x = MODELS[name]
     keras.utils.set_random_seed(2)
@@ -110,6 +111,7 @@ def test_the_estimate_is_that_of_plain_gradients(name, mode, optimizer):
     assert largest_difference(model, copy) <= TOLERANCE["float32"]
 
 
+@only_on_tensorflow
 def test_the_estimate_with_jit_compile(mode):
     make, x = MODELS["sparse"]
     keras.utils.set_random_seed(2)
@@ -197,7 +199,8 @@ def test_training_is_the_same_with_and_without(name, mode):
     callbacks = [bigbatch.NoiseScale(), bigbatch.Monitor()]
     model, history = case.accumulate(mode, callbacks=callbacks)
     expected = case.accumulate(mode).model
-    check_same_models(model, expected, 0)
+    # XLA makes one program of an update and what is noted of it, and may round otherwise.
+    check_same_models(model, expected, 1e-6 if BACKEND == "jax" else 0)
     assert len(history["noise_scale"]) == len(history["updates"]) == 2
 
 
@@ -235,6 +238,7 @@ def test_monitor_of_a_coupled_loss():
     assert history.history["effective_batch_size"] == [BATCH]
 
 
+@only_on_tensorflow
 def test_what_is_noted_is_read_once_and_undone_with_the_rest(monkeypatch):
     """Python reads what has been noted since it last did, if there was room for it."""
     monkeypatch.setattr(statistics_module, "_ROOM", 4)

@@ -10,7 +10,7 @@ import bigbatch
 from comparison import largest_difference
 
 from problems import TOLERANCE
-from stack import IS_KERAS_3, keras
+from stack import IS_KERAS_3, keras, only_on_tensorflow
 
 rng = np.random.default_rng(5)
 X = rng.normal(size=(20, 3)).astype("float32")
@@ -81,6 +81,7 @@ class FixedSize(keras.layers.Layer):
     [({"microbatch_size": 3}, 10), ({"accumulation_steps": 2}, 5)],
     ids=["split", "window"],
 )
+@only_on_tensorflow
 def test_a_loss_that_is_computed_twice_in_a_custom_step(setting, size, run_eagerly):
     def train(setting, size):
         keras.utils.set_random_seed(0)
@@ -98,6 +99,7 @@ def test_a_loss_that_is_computed_twice_in_a_custom_step(setting, size, run_eager
 
 
 @pytest.mark.parametrize("coupled", [False, True])
+@only_on_tensorflow
 def test_a_model_that_must_know_the_number_of_samples(coupled):
     def train(**setting):
         keras.utils.set_random_seed(0)

@@ -12,7 +12,7 @@ from comparison import check_same_models
 from fit_cases import BATCH, DENSE_X, MODES, TOKENS, Case, rng
 
 from problems import TOLERANCE, largest_difference
-from stack import HAS_RENORM, IS_KERAS_2_10, IS_KERAS_3, keras
+from stack import BACKEND, HAS_RENORM, IS_KERAS_2_10, IS_KERAS_3, keras, only_on_tensorflow
 
 X = 5 + 3 * DENSE_X  # a mean that is not zero
 EPOCHS = {"epochs": 4}  # with a ragged tail in each
@@ -52,6 +52,8 @@ KINDS = {
     else layers.experimental.SyncBatchNormalization,
     "subclass": MyBatchNorm,
 }
+if BACKEND != "tensorflow":
+    del KINDS["synchronized"]
 
 
 @pytest.mark.sampled(3)
@@ -180,6 +182,7 @@ def test_statistics_are_valid_in_the_middle_of_a_window():
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="nothing is drawn by the rows there")
+@only_on_tensorflow
 def test_truncated_draws_differ(mode):
     """They take a varying count of random numbers: rows cannot be told apart."""
 
@@ -199,6 +202,7 @@ def test_truncated_draws_differ(mode):
     assert largest_difference(model, case.train().model) > 1e-4
 
 
+@only_on_tensorflow
 def test_dropout_draws_are_not_repeated_in_the_micro_batches_of_a_batch(mode):
     """All samples are equal: a repeated draw would repeat outputs."""
     outputs = []

@@ -18,39 +18,30 @@ from bigbatch.backends.tensorflow.longest import longest
 from bigbatch.backends.tensorflow.mechanics import TensorFlowBackend
 from bigbatch.core.patching import replaced
 
-BUILD_BEFORE_FIT = "_maybe_symbolic_build"
-"""The method with which `fit` and `evaluate` build a model that has a strategy."""
-
-END_OF_EPOCH = "_get_metrics_result_or_logs"
-"""The method with which `fit` turns the logs of the last batch into those of the epoch."""
-
 
 class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
     """The backend of Keras 3 models on TensorFlow."""
 
     longest = staticmethod(longest)
+    BUILD_BEFORE_FIT = "_maybe_symbolic_build"
 
     def methods(self, model: Any, hooks: Any) -> dict[str, Any]:
-
-        def build(iterator: Any = None, data_batch: Any = None) -> None:
-            self.build_under_strategy(model, iterator, data_batch)
-            if iterator is None:
-                hooks.batches_per_epoch = None
-            else:
-                hooks.begin(batches_of(iterator), certain_batches_of(iterator))
-
-        def end_epoch(logs: Any) -> Any:
-            # Evaluation ends here too, perhaps in the middle of a window, with logs of its own.
-            end = functools.partial(getattr(type(model), END_OF_EPOCH), model)
-            if logs is not hooks.logs:
-                return end(logs)
-            return {**end(hooks.trainer.flush() or logs), **hooks.extra_logs()}
-
-        methods = {BUILD_BEFORE_FIT: build, END_OF_EPOCH: end_epoch}
+        methods = super().methods(model, hooks)
         if hooks.is_multi_worker:
             make = functools.partial(_make_test_function, model)
             return {**methods, "make_test_function": make}
         return methods
+
+    def build_before_fit(self, model: Any, iterator: Any, data_batch: Any) -> None:
+        self.build_under_strategy(model, iterator, data_batch)
+
+    def batches_of(self, epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
+        batches, size, rest = super().batches_of(epoch_iterator)
+        if size is None:  # a data set may still know it
+            leaf = tf.nest.flatten(epoch_iterator._distributed_dataset.element_spec)[0]
+            if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
+                size = leaf.shape[0]
+        return batches, size, rest
 
     def build(self, model: Any, data: Any) -> bool:
         """Create the state of a model, its metrics, loss and optimizer for such `data`.
@@ -78,7 +69,7 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
         return not is_late or all(part is None or part.built for part in parts)
 
     def build_under_strategy(self, model: Any, iterator: Any, data_batch: Any) -> None:
-        """Do what the method `BUILD_BEFORE_FIT` does, from one replica's part of the data.
+        """Build a model as `fit` does, from one replica's part of the data.
 
         Keras averages the parts, which fails if they differ in size or on several workers.
         """
@@ -135,31 +126,6 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
             for optimizer in optimizers_of(model):
                 stack.enter_context(replaced(optimizer, apply=noting(optimizer)))
             yield noted
-
-
-def batches_of(epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
-    """Return the number of batches in an epoch, their size, and that of a smaller last one."""
-    adapter = epoch_iterator.data_adapter
-    size = rest = None
-    with contextlib.suppress(NotImplementedError):  # adapters may not know
-        size = adapter.batch_size
-        if not epoch_iterator.steps_per_epoch:
-            rest = adapter.partial_batch_size
-    if size is None:  # a data set may still know it
-        leaf = tf.nest.flatten(epoch_iterator._distributed_dataset.element_spec)[0]
-        if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank:
-            size = leaf.shape[0]
-    return epoch_iterator.num_batches, size, rest
-
-
-def certain_batches_of(epoch_iterator: Any) -> int | None:
-    """Return after how many batches every epoch ends, or `None` if that is not certain.
-
-    Some epochs are shorter if the data ends before `steps_per_epoch`, or not at a multiple.
-    """
-    if epoch_iterator.steps_per_epoch and epoch_iterator.data_adapter.num_batches:
-        return None
-    return epoch_iterator.num_batches
 
 
 def _make_test_function(model: Any, force: bool = False) -> Any:

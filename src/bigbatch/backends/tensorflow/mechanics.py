@@ -43,6 +43,7 @@ class TensorFlowBackend(Backend):
     ops = ops
     data = data
     few_samples = few_samples
+    TELLS_ORDER = True
     OUT_OF_MEMORY = tf.errors.ResourceExhaustedError
     LOST_WORKER = (
         tf.errors.UnavailableError,

@@ -33,6 +33,7 @@ __all__ = [
     "map_structure",
     "maximum",
     "mean",
+    "noted",
     "numpy",
     "ones",
     "pack",
@@ -113,6 +114,11 @@ def weight(value: Any) -> Any:
     # A Python number would become float32 first.
     value = tf.constant(value, WEIGHT_DTYPE) if isinstance(value, (int, float)) else value
     return tf.cast(value, WEIGHT_DTYPE)
+
+
+def noted(value: Any) -> Any:
+    """Return a value so that it can be kept after the loss has been differentiated."""
+    return value
 
 
 def like(value: Any, other: Any) -> Any:

@@ -1,0 +1,42 @@
+"""What a backend may do in another way than most."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+
+class Defaults:
+    """The part of the interface that a backend need not have, with what is done then."""
+
+    def update_function(
+        self, model: Any, update: Callable[[Any], Any], others: list[Any]
+    ) -> Callable[[Any], Any]:
+        """Return a function that updates a model, and other variables, as one graph.
+
+        It is called with what `reduce` returned. Where one graph holds the micro-batches, too,
+        it is the function itself.
+        """
+        del model, others
+        return update
+
+    def train_function(
+        self, model: Any, train: Callable[[Any], dict[str, Any]]
+    ) -> Callable[..., Any]:
+        """Return what Keras calls for the next batches, given what trains on an iterator."""
+        del model
+        return train
+
+    def loss_of_whole_batch(self, model: Any, running: Callable[..., Any]) -> Any:
+        """Return what makes both passes by itself; `None` if `two_passes` is to be used.
+
+        Its `run(data, size)` returns the gradients of the weights, sums of moments, and logs.
+        `running(parts)` returns a block in which the model is called on one of that many
+        parts; it gives moments.
+        """
+        del model, running
+        return None
+
+    def knows_bytes(self, accumulation: Any, data: Any, size: int) -> bool:
+        """Note what micro-batches take, for `memory`, if that is known without running them."""
+        del accumulation, data, size
+        return False

@@ -1,0 +1,108 @@
+"""Keras 3 on JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, Callable
+
+from bigbatch.backends.jax.mechanics import JaxBackend
+from bigbatch.backends.jax.state import assign, values_of, variables_of
+from bigbatch.backends.keras import layers_of, optimizers_of
+from bigbatch.backends.keras3 import Keras3
+from bigbatch.core.patching import replaced
+from bigbatch.errors import ArgumentError, ContextError, explain
+
+
+class Keras3OnJax(Keras3, JaxBackend):
+    """The backend of Keras 3 models on JAX."""
+
+    def methods(self, model: Any, hooks: Any) -> dict[str, Any]:
+        is_nnx_enabled = getattr(self.keras.config, "is_nnx_enabled", lambda: False)
+        if is_nnx_enabled():
+            raise ArgumentError(
+                explain(
+                    received="a model whose variables are those of flax.nnx",
+                    expected="variables of Keras",
+                    fix="unset KERAS_NNX_ENABLED",
+                )
+            )
+        return super().methods(model, hooks)
+
+    def build(self, model: Any, data: Any) -> bool:
+        """Create the state of a model for such data, as `fit` has done before."""
+        is_built = model.built and all(layer.built for layer in layers_of(model))
+        if not is_built or not model.optimizer.built:
+            self.build_before_fit(model, None, data)
+        return True
+
+    def state_of(self, model: Any) -> list[Any]:
+        """Return the variables of a model that training changes beside its weights."""
+        _, others, _, metrics = variables_of(model)
+        return [*others, *metrics]
+
+    def native(self, variable: Any) -> Any:
+        return variable
+
+    def train_step_of(self, model: Any) -> Callable[[Any], Any]:
+        """Return the model's `train_step` as a function of data, on variables in a scope."""
+
+        def train_step(data: Any) -> Any:
+            parts = variables_of(model)
+            state = tuple(values_of(part) for part in parts)
+            with contextlib.ExitStack() as stack:
+                for optimizer in optimizers_of(model):
+                    if optimizer is not model.optimizer:
+                        refuse = functools.partial(_refuse, self.name_of(optimizer))
+                        methods = {"apply": refuse, "stateless_apply": refuse}
+                        stack.enter_context(replaced(optimizer, **methods))
+                logs, new = model.train_step(state, data)
+            for kind, number in (("weights", 0), ("variables of its optimizer", 2)):
+                if any(one is not other for one, other in zip(new[number], state[number])):
+                    raise ContextError(_changes_itself(kind))
+            for number in (1, 3):
+                assign(parts[number], new[number])
+            return logs
+
+        return train_step
+
+    def capturing(
+        self,
+        optimizer: Any,
+        apply: Callable[[list[Any], list[Any]], None],
+        weigh: Callable[[Any], Any],
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a block in which an optimizer calls functions and changes nothing."""
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+
+        def stateless_apply(
+            optimizer_variables: Any, grads: Any, trainable_variables: Any
+        ) -> Any:
+            apply(list(grads), list(inner._trainable_variables))
+            return list(trainable_variables), list(optimizer_variables)
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(super().capturing(optimizer, apply, weigh))
+        stack.enter_context(replaced(optimizer, stateless_apply=stateless_apply))
+        return stack
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> None:
+    raise ContextError(
+        explain(
+            received=f"a train_step that applies gradients of the optimizer {name!r}",
+            expected="updates by the optimizer that the model is compiled with: on JAX, Keras "
+            "keeps the state of no other",
+            fix="compile the model with this optimizer; for several of them use "
+            "KERAS_BACKEND=tensorflow",
+        )
+    )
+
+
+def _changes_itself(kind: str) -> str:
+    return explain(
+        received=f"a train_step that changes the {kind} itself",
+        expected="one update per batch, by optimizer.stateless_apply",
+        fix="return the trainable and optimizer variables that stateless_apply returned; keep "
+        "what else is to change in variables that are not trainable",
+    )

@@ -1,0 +1,201 @@
+"""How the engine runs on JAX: calls of compiled programs, sums between them, values kept."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterable, Iterator
+
+import jax
+
+from bigbatch.backends.base import Backend
+from bigbatch.backends.jax import data, ops, state
+from bigbatch.backends.jax.accumulation import Accumulation
+from bigbatch.backends.jax.memory import Memory, OutOfMemoryError, noticing
+from bigbatch.backends.jax.sample import JaxSample, sample_of
+from bigbatch.backends.jax.table import Table
+from bigbatch.backends.jax.two_passes import TwoPasses
+
+
+class JaxBackend(Backend):
+    """The part of a backend that knows JAX."""
+
+    ops = ops
+    data = data
+    OUT_OF_MEMORY = OutOfMemoryError
+
+    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the engine as it is: what it calls is compiled."""
+        del model
+        return function
+
+    def runs_in_python(self, model: Any) -> bool:
+        del model
+        return True
+
+    def is_traced(self, model: Any) -> bool:
+        return not self.runs_eagerly(model)
+
+    def runs_eagerly(self, model: Any) -> bool:
+        """Say whether nothing of a model is compiled."""
+        return bool(model.run_eagerly or not model.jit_compile)
+
+    def trace_now(self) -> Any:
+        return None  # what is noted may leave the function that is differentiated
+
+    def replicas(self, model: Any) -> int:
+        del model
+        return 1
+
+    def is_multi_worker(self, model: Any) -> bool:
+        del model
+        return False
+
+    def is_first_worker(self, model: Any) -> bool:
+        del model
+        return jax.process_index() == 0
+
+    def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        del model
+        return function(*args)
+
+    def local_results(self, model: Any, value: Any) -> list[Any]:
+        del model
+        return [value]
+
+    def reduce(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
+        del model
+        return function(*args)
+
+    def sum_over_replicas(self, values: list[Any]) -> list[Any]:
+        return values
+
+    def largest_of_all(self, model: Any, value: int) -> int:
+        del model
+        return value
+
+    def gradient_sums(self, model: Any, *, apart: bool) -> None:
+        del model, apart  # micro-batches return their gradients
+
+    def accumulation(
+        self,
+        model: Any,
+        compute: Callable[[Any, Any], Any],
+        kept: Callable[[], list[Any]],
+        before: Callable[[Any], Any],
+        exact: Any = None,
+    ) -> Accumulation:
+        del kept, before
+        assert exact is None  # which `refuse_exact` has refused
+        return Accumulation(model, compute, is_eager=self.runs_eagerly(model))
+
+    def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
+        raise NotImplementedError("see `loss_of_whole_batch`")
+
+    def loss_of_whole_batch(self, model: Any, running: Callable[..., Any]) -> TwoPasses:
+        return TwoPasses(self, model, running, is_eager=self.runs_eagerly(model))
+
+    def replica_vector(self, model: Any) -> state.Cell:
+        del model
+        return state.Cell(None)
+
+    def rollback(
+        self, model: Any, others: Iterable[Any], weights: Iterable[Any] = ()
+    ) -> state.Rollback:
+        del others, weights
+        return state.Rollback(self.state_of(model))
+
+    def unchanged(
+        self, variables: Iterable[Any]
+    ) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return state.unchanged(variables)
+
+    @contextlib.contextmanager
+    def updating(
+        self, model: Any, captured: list[Any], results: Any
+    ) -> Iterator[Callable[..., None]]:
+        del model, results
+
+        def apply(
+            gradients: list[list[Any]], made: Callable[[int], None] = lambda _: None
+        ) -> None:
+            for one, mean in zip(captured, gradients):
+                weights, slots = one.variables, one.optimizer.variables
+                new_slots: Any
+                new, new_slots = one.optimizer.stateless_apply(
+                    state.values_of(slots), mean, state.values_of(weights)
+                )
+                state.assign([*weights, *slots], [*new, *new_slots])
+                made(one.number)
+
+        yield apply
+
+    def update_function(
+        self, model: Any, update: Callable[[Any], Any], others: list[Any]
+    ) -> Callable[[Any], Any]:
+        """Return one program that updates a model; it overwrites weights and optimizer."""
+
+        def pure(own: Any, more: Any, noted: Any, totals: Any) -> Any:
+            before = state.values_of(others)
+            state.assign(others, noted)
+            try:
+                variables = [*weights_of(model), *state_of(model)]
+                with state.scope_of(variables, [*own, *more]) as current:
+                    logs = update(totals)
+                    values = current()
+                return logs, values, state.values_of(others)
+            finally:
+                state.assign(others, before)
+
+        program = pure if self.runs_eagerly(model) else jax.jit(pure, donate_argnums=0)
+
+        def call(totals: Any) -> Any:
+            variables = weights_of(model), state_of(model)
+            own, more, noted = map(state.values_of, (*variables, others))
+            own = state.without_repetitions(own)
+            with noticing():
+                logs, new, noted = program(own, more, noted, totals)
+            state.assign([one for part in variables for one in part], new)
+            state.assign(others, noted)
+            return logs
+
+        return call
+
+    def train_function(
+        self, model: Any, train: Callable[[Any], dict[str, Any]]
+    ) -> Callable[..., Any]:
+        return state.train_function(model, train)
+
+    def out_of_memory(self, message: str) -> Exception:
+        return OutOfMemoryError(message)
+
+    def table(self, *, rows: int, columns: int) -> Table:
+        return Table(rows=rows, columns=columns)
+
+    def memory(self, variables: Iterable[Any]) -> Memory:
+        return Memory(variables)
+
+    def knows_bytes(self, accumulation: Accumulation, data: Any, size: int) -> bool:
+        return accumulation.note_bytes(data, size)
+
+    def sample(self, model: Any, data: Any, rows: int) -> JaxSample:
+        return sample_of(self, model, data, rows)
+
+    def sample_of_many(self, samples: list[JaxSample]) -> JaxSample:
+        first, *others = samples
+        return first.with_others(others)
+
+    def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        del variables
+        return gradients
+
+
+def weights_of(model: Any) -> list[Any]:
+    """Return the variables that an update overwrites."""
+    trainable, _, optimizer, _ = state.variables_of(model)
+    return [*trainable, *optimizer]
+
+
+def state_of(model: Any) -> list[Any]:
+    """Return the other variables of a model: statistics, seeds, metrics."""
+    _, others, _, metrics = state.variables_of(model)
+    return [*others, *metrics]

@@ -1,0 +1,210 @@
+"""The state of a model on JAX: values that Keras hands over, takes back, and may lose.
+
+While `fit` runs, the variables of a model are empty: their values travel through the train
+function. A `keras.StatelessScope` around it lets everything else read and assign variables as
+always; what they hold at the end is the new state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Iterable, Iterator
+
+import jax
+import keras
+import numpy as np
+
+from bigbatch.backends.jax.compat import set_state
+from bigbatch.backends.jax.memory import noticing
+from bigbatch.errors import ContextError, explain
+
+_NONE, _TAKEN, _FINAL = 0, 1, 2
+_HALF_UPDATED = explain(
+    received="an optimizer that ran out of memory in the middle of an update",
+    expected="memory for the update itself, which is the same for every micro-batch size",
+    fix="the weights are lost: load them from a checkpoint, and use an optimizer with fewer "
+    "slots, a smaller model, or more memory",
+)
+
+
+def variables_of(model: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """Return the variables of a model, in the order and parts of its state."""
+    optimizer = model.optimizer.variables if model.optimizer is not None else []
+    return (
+        list(model.trainable_variables),
+        list(model.non_trainable_variables),
+        list(optimizer),
+        list(model.metrics_variables),
+    )
+
+
+def values_of(variables: Iterable[Any]) -> list[Any]:
+    """Return the values that variables have now."""
+    return [variable.value for variable in variables]
+
+
+def without_repetitions(values: list[Any]) -> list[Any]:
+    """Return arrays that can be overwritten: a copy where two variables have the same one.
+
+    After `fit` with an average of weights, weights and average share their arrays.
+    """
+    seen: set[int] = set()
+    copies = []
+    for value in values:
+        copies.append(jax.numpy.copy(value) if id(value) in seen else value)
+        seen.add(id(value))
+    return copies
+
+
+def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
+    """Give variables values."""
+    for variable, value in zip(variables, values):
+        variable.assign(value)
+
+
+@contextlib.contextmanager
+def scope_of(variables: Iterable[Any], values: Iterable[Any]) -> Iterator[Callable[[], Any]]:
+    """Return a block in which variables have other values, and nothing else changes.
+
+    It gives a function that returns the values they have by then.
+    """
+    variables = list(variables)
+    scope = keras.StatelessScope(list(zip(variables, values)))
+    with scope:
+        yield lambda: [scope.get_current_value(variable) for variable in variables]
+
+
+class Cell:
+    """A value that is none of the model's: noted by an update, read by Python."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def assign(self, value: Any) -> None:
+        """Replace the value."""
+        self.value = value
+
+    def read_value(self) -> Any:
+        """Return the value."""
+        return self.value
+
+    def numpy(self) -> Any:
+        """Return the value as a NumPy array."""
+        return np.asarray(self.value)
+
+    @property
+    def shape(self) -> Any:
+        """The shape of the value."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the value."""
+        return self.value.dtype
+
+
+def train_function(
+    model: Any, train: Callable[[Any], dict[str, Any]]
+) -> Callable[[Any, Any], tuple[dict[str, Any], Any]]:
+    """Return what Keras calls with its state and an iterator; it returns logs and state."""
+
+    def train_on_next(state: Any, iterator: Any) -> tuple[dict[str, Any], Any]:
+        parts = variables_of(model)
+        variables = [variable for part in parts for variable in part]
+        values = [value for part in state for value in part]
+        with scope_of(variables, values) as current:
+            try:
+                logs = train(iterator)
+            except BaseException:
+                set_state(model, _packed(parts, current()))  # or the weights would be lost
+                raise
+            return logs, _packed(parts, current())
+
+    return train_on_next
+
+
+def _packed(parts: Iterable[list[Any]], values: list[Any]) -> tuple[list[Any], ...]:
+    left = iter(values)
+    return tuple([next(left) for _ in part] for part in parts)
+
+
+class Rollback:
+    """What a batch changes before its update, as it was: arrays of JAX never change.
+
+    Args:
+        variables: the metrics, moving statistics and random state of a model.
+    """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._variables = list(variables)
+        self._values: list[Any] = []
+        self._phase = _NONE
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Keep the values that variables have now; return a block that may fail."""
+        self._values = values_of(self._variables)
+        self._phase = _TAKEN
+        yield
+
+    def final(self, results: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+        """Wait for `results`; then nothing can be put back any more.
+
+        Errors come late on JAX: they must be here before the update overwrites weights.
+
+        Returns:
+            A block for the update.
+        """
+        with noticing():
+            jax.block_until_ready(list(results))
+        self._phase = _FINAL
+        self._values = []
+        return contextlib.nullcontext()
+
+    @property
+    def half_updated(self) -> str | None:
+        """What to say of an update that failed and cannot be undone, if one has begun."""
+        return _HALF_UPDATED if self._phase == _FINAL else None
+
+    def forget(self) -> None:
+        """Be as if nothing had been taken."""
+        self._phase, self._values = _NONE, []
+
+    def restore(self) -> None:
+        """Give the variables their values back, if any were taken and the update not begun."""
+        if self._phase == _TAKEN:
+            assign(self._variables, self._values)
+            self.forget()
+
+    @contextlib.contextmanager
+    def undone_if(self, error: type[Exception]) -> Iterator[None]:
+        """Return a block after which, if it fails with `error`, everything is as before.
+
+        Unless it was the update itself that failed: then an error says that.
+        """
+        self.forget()
+        try:
+            yield
+        except error as failure:
+            if self._phase == _FINAL:
+                raise ContextError(_HALF_UPDATED) from failure
+            self.restore()
+            raise
+
+
+@contextlib.contextmanager
+def unchanged(variables: Iterable[Any]) -> Iterator[Callable[[], None]]:
+    """Return a block after which variables are as before; it gives a way to go back sooner.
+
+    The copies are in the memory of the host: an update gives the arrays of weights away.
+    """
+    copies = [(variable, np.array(variable.value)) for variable in variables]
+
+    def put_back() -> None:
+        for variable, copy in copies:
+            variable.assign(jax.numpy.asarray(copy))
+
+    try:
+        yield put_back
+    finally:
+        put_back()

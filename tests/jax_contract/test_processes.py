@@ -1,0 +1,63 @@
+"""What needs a process of its own: no TensorFlow, little memory, several devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run(program, *arguments):
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("XLA_FLAGS", None)
+    environment.pop("JAX_ENABLE_X64", None)
+    command = [sys.executable, str(HERE / program), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_it_trains_where_tensorflow_is_not_installed():
+    found = run("without_tensorflow_probe.py")
+    assert found["tensorflow"] is False
+    assert found["split"] <= 5e-6
+    assert found["window"] <= 5e-6
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_recovered_inside_fit():
+    """Real: the address space of the process is limited, and XLA fails to allocate."""
+    found = run("out_of_memory_probe.py", "auto")
+    assert "error" not in found
+    assert "out of memory with micro-batches of 96" in found["warnings"][0]
+    assert 0 < found["size"] < 96
+    assert found["updates"] == 2
+    assert found["difference"] <= 5e-6
+
+
+@pytest.mark.slow
+def test_out_of_memory_with_a_fixed_size_says_what_fits_and_changes_nothing():
+    found = run("out_of_memory_probe.py", "fixed")
+    assert "microbatch_size=96, with which the device runs out of memory" in found["error"]
+    assert "would fit" in found["error"]
+    assert found["weights are as before"]
+    assert found["updates"] == 0
+
+
+@pytest.mark.slow
+def test_two_devices_equal_one():
+    """Masks, clipping, tails, dropout, micro-batches that do not divide by the devices."""
+    found = run("devices_probe.py")
+    assert found["devices"] == 2
+    for way in ("split", "odd", "window"):
+        assert found[way] <= 5e-6, way
+    assert found["half the batch"] > 1e-2  # the negative control

@@ -1,0 +1,172 @@
+"""What is compiled on JAX, what is given away, and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import bigbatch
+from bigbatch.backends.jax import dependence
+from bigbatch.backends.jax.state import values_of
+from bigbatch.errors import ContextError
+from comparison import largest_difference
+from fit_cases import DENSE_X, DENSE_Y, dense
+
+X, Y = DENSE_X.astype("float32"), DENSE_Y.astype("float32")
+
+
+class Counting(keras.Sequential):
+    traces = 0
+
+    def train_step(self, state, data):
+        Counting.traces += 1
+        return super().train_step(state, data)
+
+
+def compiled(model=None, **setting):
+    keras.utils.set_random_seed(3)
+    model = model or dense()
+    model.compile("adam", "mse")
+    if setting:
+        bigbatch.accumulate(model, **setting)
+    return model
+
+
+def test_two_micro_batches_and_one_update_are_compiled(caplog):
+    """Micro-batches of eight and a tail of five, whatever the number of batches and epochs."""
+    model = compiled(microbatch_size=8)
+    with caplog.at_level("WARNING"), jax.log_compiles():
+        model.fit(X[:42], Y[:42], batch_size=21, epochs=3, verbose=0)
+    programs = [
+        record.args[0] if isinstance(record.args, tuple) else record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("Compiling")
+    ]
+    text = " ".join(map(str, programs))
+    assert text.count("_add") == 2, programs
+    assert text.count("pure") == 1, programs
+
+
+def test_a_train_step_is_traced_once_for_each_size():
+    Counting.traces = 0
+    model = compiled(Counting([keras.Input((5,)), keras.layers.Dense(3)]), microbatch_size=7)
+    for _ in range(2):
+        model.fit(X[:42], Y[:42], batch_size=21, epochs=2, verbose=0)
+    assert Counting.traces == 1
+
+
+def test_an_error_in_the_first_batch_leaves_the_weights():
+    """Plain Keras loses them: its step has been given the arrays to overwrite."""
+
+    class Fails(keras.layers.Layer):
+        fails = False
+
+        def call(self, x):
+            if self.fails:
+                raise KeyError("on purpose")
+            return x
+
+    fails = Fails()
+    model = compiled(
+        keras.Sequential([keras.Input((5,)), fails, keras.layers.Dense(3)]), microbatch_size=8
+    )
+    model.fit(X, Y, batch_size=21, verbose=0)
+    before, iterations = model.get_weights(), int(model.optimizer.iterations)
+    fails.fails = True
+    model.train_function = None
+    with pytest.raises(KeyError):
+        model.fit(X, Y, batch_size=20, verbose=0)
+    assert largest_difference(model.get_weights(), before) == 0
+    assert int(model.optimizer.iterations) == iterations
+
+
+class Interrupts(keras.utils.PyDataset):
+    """Raises when its second batch is asked for."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError("no data")
+        return X[:20], Y[:20]
+
+
+@pytest.mark.parametrize("setting", [{"microbatch_size": 8}, {"accumulation_steps": 2}])
+def test_data_that_fails_leaves_the_last_update(setting):
+    model = compiled(**setting)
+    with pytest.raises(OSError, match="no data"):
+        model.fit(Interrupts(workers=1), shuffle=False, verbose=0)
+    updates = 2 if "microbatch_size" in setting else 1
+    assert int(model.optimizer.iterations) == updates
+    assert np.all(np.isfinite(model.get_weights()[0]))
+    model.fit(X, Y, batch_size=21, verbose=0)
+
+
+def test_a_train_step_that_changes_weights_itself_is_refused():
+    class Decays(keras.Sequential):
+        def train_step(self, state, data):
+            logs, (weights, *rest) = super().train_step(state, data)
+            return logs, ([0.9 * one for one in weights], *rest)
+
+    model = compiled(Decays([keras.Input((5,)), keras.layers.Dense(3)]), microbatch_size=8)
+    before = model.get_weights()
+    with pytest.raises(ContextError, match="changes the weights itself"):
+        model.fit(X, Y, batch_size=21, verbose=0)
+    assert largest_difference(model.get_weights(), before) == 0
+
+
+def test_a_second_optimizer_is_refused():
+    """Keras hands over the state of one: that of the other would stay as it is."""
+
+    class Two(keras.Sequential):
+        def train_step(self, state, data):
+            weights, others, slots, metrics = state
+            gradients = [jax.numpy.ones_like(one) for one in weights]
+            slots = [one.value for one in self.other.variables]
+            weights, _ = self.other.stateless_apply(slots, gradients, weights)
+            return {}, (weights, others, state[2], metrics)
+
+    model = compiled(Two([keras.Input((5,)), keras.layers.Dense(3)]), microbatch_size=8)
+    model.other = keras.optimizers.SGD(0.1, name="other")
+    model.other.build(model.trainable_variables)
+    before = model.get_weights()
+    with pytest.raises(ContextError, match="of the optimizer 'other'"):
+        model.fit(X, Y, batch_size=21, verbose=0)
+    assert largest_difference(model.get_weights(), before) == 0
+
+
+def test_fit_twice_with_an_average_of_weights():
+    """After the first, weights and their average are the same arrays."""
+    model = dense()
+    model.compile(keras.optimizers.SGD(0.1, use_ema=True), "mse")
+    bigbatch.accumulate(model, microbatch_size=8)
+    for _ in range(2):
+        model.fit(X, Y, batch_size=25, verbose=0)
+    assert int(model.optimizer.iterations) == 4
+
+
+def test_what_depends_on_samples():
+    def function(x, counter, mean, follows):
+        return counter + 1, 0.9 * mean + jax.numpy.mean(x), follows + mean
+
+    jaxpr = jax.make_jaxpr(function)(np.ones(3), 1.0, 2.0, 3.0).jaxpr
+    found = dependence.independent_outputs(jaxpr, [0], {0: 1, 1: 2, 2: 3})
+    assert found == {0}  # the third depends on the second of the micro-batch before
+    alone = jax.make_jaxpr(jax.jit(function))(np.ones(3), 1.0, 2.0, 3.0).jaxpr
+    assert dependence.independent_outputs(alone, [0], {}) == {0, 2}
+
+
+def test_private_names_of_keras():
+    """What `backends/jax/compat.py` uses: an upgrade of Keras breaks here first."""
+    model = compiled()
+    model.fit(X[:10], Y[:10], verbose=0)
+    assert callable(model._update_metrics_variables)
+    assert callable(model._symbolic_build)
+    assert model._jax_state is None
+    assert model._losses_override == []
+    module = __import__("keras.src.backend.jax.random", fromlist=["jax"])
+    assert module.jax is jax
+    assert all(isinstance(one, jax.Array) for one in values_of(model.variables))
