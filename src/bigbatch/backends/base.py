@@ -119,10 +119,6 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
         """Return what runs micro-batches twice, around a loss of them all: see `TwoPasses`."""
 
     @abc.abstractmethod
-    def without_effects(self, model: Any) -> Block[None]:
-        """Return a block in which a model is called for shapes and masks, and nothing else."""
-
-    @abc.abstractmethod
     def replica_vector(self, model: Any) -> Any:
         """Return a variable for a row of numbers, with a value for each replica."""
 

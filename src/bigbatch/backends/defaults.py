@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager as Block
 from typing import Any, Callable
 
 
@@ -40,3 +42,11 @@ class Defaults:
         """Note what micro-batches take, for `memory`, if that is known without running them."""
         del accumulation, data, size
         return False
+
+    def without_effects(self, model: Any) -> Block[None]:
+        """Return a block in which a model is called for shapes and masks, and nothing else.
+
+        In a graph what is not needed is pruned.
+        """
+        del model
+        return contextlib.nullcontext()

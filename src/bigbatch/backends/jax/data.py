@@ -180,7 +180,7 @@ def check_can_be_cut(model: Any, data: Any) -> None:
         raise ArgumentError(
             explain(
                 received=f"a batch of {shapes}",
-                expected="arrays that all have the same number of samples (the first dimension)",
+                expected="arrays of the same number of samples (the first dimension)",
                 fix="slice or stack the arrays of the batch to one length",
             )
         )

@@ -151,10 +151,6 @@ class TensorFlowBackend(Backend):
             nest, size, may_be_empty=several, jit_compile=self.jit_compile(model), kept=kept()
         )
 
-    def without_effects(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        del model
-        return contextlib.nullcontext()  # what is not needed is pruned from the graph
-
     def replica_vector(self, model: Any) -> Any:
         with model.distribute_strategy.scope():
             return local_variable(tf.zeros([0], WEIGHT_DTYPE), tf.TensorShape([None]))
