@@ -14,9 +14,10 @@ from bigbatch.backends.jax.memory import Memory, OutOfMemoryError, noticing
 from bigbatch.backends.jax.sample import JaxSample, sample_of
 from bigbatch.backends.jax.table import Table
 from bigbatch.backends.jax.two_passes import TwoPasses
+from bigbatch.backends.one_replica import OneReplica
 
 
-class JaxBackend(Backend):
+class JaxBackend(OneReplica, Backend):
     """The part of a backend that knows JAX."""
 
     ops = ops
@@ -28,10 +29,6 @@ class JaxBackend(Backend):
         del model
         return function
 
-    def runs_in_python(self, model: Any) -> bool:
-        del model
-        return True
-
     def is_traced(self, model: Any) -> bool:
         return not self.runs_eagerly(model)
 
@@ -39,39 +36,9 @@ class JaxBackend(Backend):
         """Say whether nothing of a model is compiled."""
         return bool(model.run_eagerly or not model.jit_compile)
 
-    def trace_now(self) -> Any:
-        return None  # what is noted may leave the function that is differentiated
-
-    def replicas(self, model: Any) -> int:
-        del model
-        return 1
-
-    def is_multi_worker(self, model: Any) -> bool:
-        del model
-        return False
-
     def is_first_worker(self, model: Any) -> bool:
         del model
         return jax.process_index() == 0
-
-    def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
-        del model
-        return function(*args)
-
-    def local_results(self, model: Any, value: Any) -> list[Any]:
-        del model
-        return [value]
-
-    def reduce(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
-        del model
-        return function(*args)
-
-    def sum_over_replicas(self, values: list[Any]) -> list[Any]:
-        return values
-
-    def largest_of_all(self, model: Any, value: int) -> int:
-        del model
-        return value
 
     def gradient_sums(self, model: Any, *, apart: bool) -> None:
         del model, apart  # micro-batches return their gradients

@@ -10,6 +10,7 @@ from typing import Any, Callable, Iterable, Iterator
 import torch
 
 from bigbatch.backends.base import Backend
+from bigbatch.backends.one_replica import OneReplica
 from bigbatch.backends.torch import data, ops, rollback
 from bigbatch.backends.torch.accumulation import Accumulation, SameForAll
 from bigbatch.backends.torch.memory import OUT_OF_MEMORY, Memory, naming_out_of_memory
@@ -34,7 +35,7 @@ class Numbers:
         return self._value
 
 
-class TorchBackend(Backend):
+class TorchBackend(OneReplica, Backend):
     """The part of a backend that knows torch."""
 
     ops = ops
@@ -51,47 +52,13 @@ class TorchBackend(Backend):
 
         return call
 
-    def runs_in_python(self, model: Any) -> bool:
-        del model
-        return True
-
     def is_traced(self, model: Any) -> bool:
-        del model
-        return False
-
-    def trace_now(self) -> Any:
-        return None
-
-    def replicas(self, model: Any) -> int:
-        del model
-        return 1
-
-    def is_multi_worker(self, model: Any) -> bool:
         del model
         return False
 
     def is_first_worker(self, model: Any) -> bool:
         del model
         return True
-
-    def on_replicas(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
-        del model
-        return function(*args)
-
-    def local_results(self, model: Any, value: Any) -> list[Any]:
-        del model
-        return [value]
-
-    def reduce(self, model: Any, function: Callable[..., Any], *args: Any) -> Any:
-        del model
-        return function(*args)
-
-    def sum_over_replicas(self, values: list[Any]) -> list[Any]:
-        return values
-
-    def largest_of_all(self, model: Any, value: int) -> int:
-        del model
-        return value
 
     def gradient_sums(self, model: Any, *, apart: bool) -> GradientSums:
         return GradientSums(model, in_grad=not apart and not self.has_custom_train_step(model))
