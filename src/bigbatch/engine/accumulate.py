@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from bigbatch.backends.keras import backend_of, check_model
 from bigbatch.core.arguments import keywords_explained
@@ -11,6 +11,9 @@ from bigbatch.core.size_search import chosen_size
 from bigbatch.core.window import AccumulationSteps
 from bigbatch.engine.hooks import attach, check_optimizers, detach, size_of
 from bigbatch.engine.settings import Setting
+
+Model = TypeVar("Model")
+"""Any Keras model: what `accumulate` and `restore` are given, they return."""
 
 
 @keywords_explained(
@@ -22,14 +25,14 @@ from bigbatch.engine.settings import Setting
     steps="accumulation_steps",
 )
 def accumulate(
-    model: Any,
+    model: Model,
     *,
-    microbatch_size: int | str | None = None,
+    microbatch_size: int | Literal["auto"] | None = None,
     accumulation_steps: AccumulationSteps = None,
-    batch_norm: str | ExactBatchNorm = "pooled",
+    batch_norm: Literal["pooled", "exact", "microbatch", "frozen"] | ExactBatchNorm = "pooled",
     coupled: bool | Literal["auto"] = "auto",
-    check: str = "warn",
-) -> Any:
+    check: Literal["warn", "raise", "off"] = "warn",
+) -> Model:
     """Let `model.fit` accumulate gradients, with the update of the full batch.
 
     `fit`, callbacks, the optimizer and saving stay as they are. There are two modes:
@@ -118,7 +121,7 @@ def microbatch_size(model: Any) -> int | None:
     return size_of(model)
 
 
-def restore(model: Any) -> Any:
+def restore(model: Model) -> Model:
     """Undo `accumulate`: the model trains as if it had never been called.
 
     A window that `train_on_batch` has left open is applied first.
