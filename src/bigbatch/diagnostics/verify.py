@@ -313,10 +313,10 @@ class _Comparison:
 
     def _look_for_meetings(self, sample: Any) -> None:
         norm = BatchNorm(self._model, self._setting.batch_norm)
-        for layer in self._tried(sample.mixing_layers, norm.watching()):
+        # Layers that mix samples by `cross_microbatch_sum` are exact with exact statistics.
+        mixing = [] if norm.is_exact else self._tried(sample.mixing_layers, norm.watching())
+        for layer in mixing:
             is_norm = self._backend.is_batch_norm(layer)
-            if is_norm and norm.is_exact:
-                continue
             self._hazards.append(
                 Hazard(
                     _name(layer),

@@ -183,14 +183,18 @@ class MicroBatch:
             totals = totals._replace(logs=of_logs, moments=moments)
         if self.part is ALL_UPDATES:
             values = logs, [one.value for one in recorder.numbers], moments, metrics
-            given = list(zip(captured, seen.gradients))
-            order = backend.order_of_updates(model, given, values, self._places(), vector)
-            self.order = order or self.order
-            if self.order is None and len(captured) > 1:
-                raise ContextError(_SEVERAL_UPDATES)
+            self._learn_order(list(zip(captured, seen.gradients)), values, vector)
         for one in captured:  # which stay here, and must not keep them in memory
             one.gradients = []
         return totals
+
+    def _learn_order(self, given: list[Any], values: Any, vector: Any) -> None:
+        """Note which updates depend on those before them, if the backend can tell."""
+        backend, places = self.backend, self._places()
+        order = backend.order_of_updates(self.model, given, values, places, vector)
+        self.order = order or self.order
+        if self.order is None and len(given) > 1:
+            raise ContextError(_SEVERAL_UPDATES)
 
     def keep(self, captured: CapturedGradients, weight: Any = None) -> list[Any]:
         """Weight gradients, and add those up that can be; return all of them, weighted."""
