@@ -171,6 +171,13 @@ def with_own_weights(data: Any) -> Any:
     return keras.utils.pack_x_y_sample_weight(x, y, weight)
 
 
+def first_batch(data: Any) -> Any:
+    """Return the first batch of a data set; `None` if this is none."""
+    if isinstance(data, torch.utils.data.DataLoader):
+        return as_tensors(next(iter(data)))
+    return as_tensors(data[0]) if isinstance(data, keras.utils.PyDataset) else None
+
+
 def first_rows(data: Any, count: int) -> Any:
     """Return the first `count` samples of a batch."""
     return rows(data, 0, count)

@@ -69,6 +69,11 @@ def rows_together(listed: Rows, dtype: Any) -> Any:
     return torch.cat(listed.parts).to(dtype)
 
 
+def noted(value: Any) -> Any:
+    """Return a value so that it can be kept after the loss has been differentiated."""
+    return value
+
+
 def weight(value: Any) -> Any:
     """Return a number in the type that weights are added up in."""
     if isinstance(value, (int, float)):
