@@ -185,17 +185,6 @@ def test_many_ways_to_accumulate_are_compared_with_the_full_batch():
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="it is Keras 3 that warns")
-def test_a_case_names_the_warnings_that_it_expects():
-    case = replace(CASES["no call"], fit={"epochs": 1})
-    expected = case.train()
-    check_equals_full_batch(case, TOLERANCE, windows=(), expected=expected)
-    silent = replace(case, warns=())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*unbuilt state")
-        with pytest.raises(AssertionError, match=r"warnings: .*unbuilt state"):
-            check_equals_full_batch(silent, TOLERANCE, windows=(), expected=expected)
-
-
 def test_a_fitted_model_is_unpacked_in_two():
     model, history = Fitted("model", {"loss": [1.0]}, ("a warning",))
     assert (model, history) == ("model", {"loss": [1.0]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Callable
 
 from bigbatch.backends.keras import is_multi_worker
@@ -88,7 +88,7 @@ class Setting:
 
     def trainer_of_slices(self, model: Any) -> Trainer:
         """Return what trains a compiled model on whole batches, whatever the mode is."""
-        return replace(self, check="off")._trainer(model, Slices(UNBOUNDED), lambda _: None)
+        return self._trainer(model, Slices(UNBOUNDED), lambda _: None, check="off")
 
     def _trainer(
         self,
@@ -96,6 +96,7 @@ class Setting:
         feed: Any,
         say: Callable[[str], None],
         workers: Workers | None = None,
+        check: str | None = None,
     ) -> Trainer:
         return Trainer(
             model,
@@ -103,7 +104,7 @@ class Setting:
             batch_norm=self.batch_norm,
             coupled=self.coupled,
             workers=workers,
-            check=self.check,
+            check=check or self.check,
             say=say,
         )
 
