@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ def differences(one: Outcome, other: Outcome) -> dict[Item, float]:
     """
     found: dict[Item, float] = {}
     for some, others in zip(one.gradients, other.gradients):
-        floor = _SMALL * np.sqrt(sum(_norm(_rows(value)) ** 2 for _, value in some))
+        floor = _SMALL * math.hypot(*(_norm(_rows(value)) for _, value in some))
         for (name, value), (_, its) in zip(some, others):
             item = Item(GRADIENT, name)
             found[item] = max(found.get(item, 0.0), _gradient(value, its, floor))
@@ -129,7 +130,8 @@ def _norm(value: Any) -> float:
     if value is None:
         return 0.0
     flat = np.asarray(value, _wide(value)).ravel()
-    norm = float(np.sqrt(np.dot(flat, flat)))
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = float(np.sqrt(np.dot(flat, flat)))
     return norm if np.isfinite(norm) else 0.0
 
 

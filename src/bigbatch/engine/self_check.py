@@ -136,11 +136,15 @@ class SelfCheck:
         count = _COUNT if size is None or size >= _COUNT else 3
         samples, reason = None, self._obstacle()
         if reason is None:
-            samples = self._backend.few_samples.picked(self._model, data, count)
-            if samples is None and count == _COUNT:
-                count = 3
-                samples = self._backend.few_samples.picked(self._model, data, count)
-            reason = "fewer than 3 samples" if samples is None else None
+            reason = "fewer than 3 samples"
+            try:
+                for fewer in (count, 3):
+                    samples = self._backend.few_samples.picked(self._model, data, fewer)
+                    if samples is not None:
+                        count, reason = fewer, None
+                        break
+            except (TypeError, ValueError):
+                reason = "samples of this kind, such as sparse ones, cannot be picked"
         self._agree(reason)
         trial = Trial(self._model, self._phases, samples, count, is_split=size is not None)
         with self._undone(trial):

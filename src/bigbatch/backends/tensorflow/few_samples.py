@@ -54,7 +54,8 @@ def _different(data: Any, count: int) -> Any:
     chosen = [0]
     distances = np.full(len(rows), np.inf)
     while len(chosen) < count:  # each as far as can be from those before it
-        new = np.sum((features - features[chosen[-1]]) ** 2, axis=1)
+        with np.errstate(over="ignore", invalid="ignore"):  # samples may be infinite
+            new = np.sum((features - features[chosen[-1]]) ** 2, axis=1)
         distances = np.minimum(distances, new)
         distances[chosen] = -1
         chosen.append(int(np.argmax(distances)))
