@@ -54,7 +54,7 @@ def _different(data: Any, count: int) -> Any:
     chosen = [0]
     distances = np.full(len(rows), np.inf)
     while len(chosen) < count:  # each as far as can be from those before it
-        with np.errstate(over="ignore", invalid="ignore"):  # samples may be infinite
+        with np.errstate(over="ignore", invalid="ignore"):
             new = np.sum((features - features[chosen[-1]]) ** 2, axis=1)
         distances = np.minimum(distances, new)
         distances[chosen] = -1
@@ -72,7 +72,8 @@ def _features(data: Any, count: int) -> np.ndarray:
             values = tf.cast(leaf, tf.float32).numpy().reshape(count, -1)
             columns += [np.mean(values, 1), np.mean(values == 0, 1)]
     features = np.nan_to_num(np.stack(columns, 1).astype(float))
-    return (features - features.mean(0)) / (features.std(0) + 1e-12)
+    with np.errstate(over="ignore", invalid="ignore"):  # samples may be infinite
+        return (features - features.mean(0)) / (features.std(0) + 1e-12)
 
 
 def arrays(values: Any) -> Any:
