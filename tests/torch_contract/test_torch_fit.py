@@ -228,20 +228,20 @@ def test_without_tensorflow():
 # Wrong versions, on which the tests of equality fail.
 
 
-def differs(name, mode="split"):
+def check_differs(name, mode="split"):
     with pytest.raises(AssertionError, match="not the same"):
         check_same(CASES[name].accumulate(mode), CASES[name].train(), TOLERANCE)
 
 
 def test_a_mean_of_means_differs():
     with mock.patch.object(MicroBatch, "_correction", return_value=None):
-        differs("masked")
+        check_differs("masked")
 
 
 def test_sums_that_are_cleared_by_every_micro_batch_differ():
     nothing = contextlib.nullcontext()
     with mock.patch.object(sums.GradientSums, "adding", return_value=nothing):
-        differs("dense")
+        check_differs("dense")
 
 
 def test_weights_that_the_mask_is_multiplied_into_differ():
