@@ -15,7 +15,7 @@ def rows_that_differ(keys: Sequence[Hashable], wanted: int) -> List[int]:
 
     Example:
         >>> rows_that_differ(["a", "a", "a", "a", "b", "a"], 3)
-        [0, 3, 4]
+        [0, 2, 4]
     """
     count = len(keys)
     wanted = min(wanted, count)
