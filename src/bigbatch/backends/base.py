@@ -265,6 +265,10 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
         """Say whether a metric is the mean of what it is updated with."""
 
     @abc.abstractmethod
+    def divides_total(self, metric: Any) -> bool:
+        """Say whether the result of a metric is its `total`, divided by its `count`."""
+
+    @abc.abstractmethod
     def compiled_metrics(self, model: Any) -> list[Any]:
         """Return the metrics given to `compile`, once built."""
 

@@ -117,6 +117,11 @@ class KerasBackend(Backend):
     def is_mean(self, metric: Any) -> bool:
         return type(metric) is self.keras.metrics.Mean
 
+    def divides_total(self, metric: Any) -> bool:
+        mean = self.keras.metrics.Mean
+        is_own = type(metric).result is mean.result and "result" not in vars(metric)
+        return isinstance(metric, mean) and is_own
+
     def function_of(self, metric: Any) -> Callable[[Any, Any], Any] | None:
         wrapper = self.keras.metrics.MeanMetricWrapper
         if (

@@ -70,6 +70,50 @@ def differences(one: Outcome, other: Outcome) -> dict[Item, float]:
     return found
 
 
+def sums_among(
+    found: dict[Item, float],
+    whole: Outcome,
+    cut: Outcome,
+    first: Outcome,
+    share: float,
+    tolerance: float,
+) -> tuple[set[int], set[str]]:
+    """Return the updates, by number, and the logs that are sums over samples, not means.
+
+    Args:
+        found: what differs between `whole` and `cut`.
+        whole: what some samples gave in one part.
+        cut: what they gave in two parts, taken for means: share·first + (1 - share)·second.
+        first: what the first part gave by itself.
+        share: of how many of the samples that is.
+        tolerance: what rounding is sure to stay below.
+    """
+
+    def added(whole: Any, cut: Any, first: Any) -> Any:
+        if whole is None or cut is None or first is None:
+            return None
+        if isinstance(whole, tuple):
+            cut, first = (_summed(one, np.unique(whole[1])) for one in (cut, first))
+        return first + (cut - share * first) / (1 - share)
+
+    updates, logs = set(), set()
+    for number, values in enumerate(zip(whole.gradients, cut.gradients, first.gradients)):
+        names = [name for name, _ in values[0]]
+        triples = list(zip(*([value for _, value in some] for some in values)))
+        one = Outcome([list(zip(names, (_dense(value) for value, _, _ in triples)))], {}, {})
+        other = Outcome([list(zip(names, (added(*values) for values in triples)))], {}, {})
+        is_mean = not any(Item(GRADIENT, name) in found for name in names)
+        if not is_mean and max(differences(one, other).values()) <= tolerance:
+            updates.add(number)
+    for item in found:
+        if item.kind == LOG and item.name in first.logs:
+            value, *parts = (np.asarray(one.logs[item.name]) for one in (whole, cut, first))
+            by = max(_norm(value), _LOGGED)
+            if _relative(value, added(value, *parts), by) <= tolerance:
+                logs.add(item.name)
+    return updates, logs
+
+
 def _gradient(one: Any, other: Any, floor: float) -> float:
     if one is None or other is None:
         return 0.0 if one is other else float("inf")
@@ -120,6 +164,11 @@ def _moved(before: Any, one: Any, other: Any) -> float:
         return 1.0
     moves = [_norm(np.subtract(value, before, dtype=wide)) for value in (one, other)]
     return difference / max(moves)
+
+
+def _dense(value: Any) -> Any:
+    """Return the sum of the rows of each index in place of rows."""
+    return _summed(value, np.unique(value[1])) if isinstance(value, tuple) else value
 
 
 def _rows(value: Any) -> Any:

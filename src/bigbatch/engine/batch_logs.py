@@ -42,6 +42,8 @@ class BatchLogs:
         self._by_samples: list[bool] = []
         self._sources: list[MetricResult | None] = []
         self._is_rows: list[bool] = []
+        self._is_sum: list[bool] = []
+        self._summed: set[int] = set()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[dict[int, tuple[Any, MetricResult]]]:
@@ -71,6 +73,7 @@ class BatchLogs:
         samples: Any,
         loss_weight: Any,
         batch_metrics: list[Any],
+        sums: set[str],
     ) -> LogTotals:
         """Return what adds up.
 
@@ -81,6 +84,7 @@ class BatchLogs:
             samples: the samples of the micro-batch.
             loss_weight: what its loss counts for.
             batch_metrics: what `metrics` noted of it.
+            sums: the names of logs that are sums over samples.
         """
         ops, backend = self._backend.ops, self._backend
         self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
@@ -98,18 +102,30 @@ class BatchLogs:
             for leaf, source in zip(leaves, self._sources)
         ]
         self._is_rows = [one is not None for one in rows]
+        named = list(zip(self._sources, names))
+        self._is_sum = [source is None and name in sums for source, name in named]
+        self._summed = {id(one.metric) for one, name in named if one and name in sums}
         values = [
-            ops.times(leaf, samples) if own is None else own for leaf, own in zip(leaves, rows)
+            ops.times(leaf, ops.ones() if is_sum else samples) if own is None else own
+            for leaf, own, is_sum in zip(leaves, rows, self._is_sum)
         ]
         return LogTotals(
             values=ops.pack(logs, values),
             numbers=[
-                ops.times(number.value, loss_weight if number.of_loss else samples)
-                for number in recorder.numbers
+                ops.times(
+                    one.value, self._weight(one.metric, one.of_loss, samples, loss_weight)
+                )
+                for one in recorder.numbers
             ],
             batch_metrics=self.metrics.weighted(batch_metrics, samples),
             weights=[number.weight for number in recorder.numbers],
         )
+
+    def _weight(self, metric: Any, of_loss: bool, samples: Any, loss_weight: Any) -> Any:
+        """Return what the number counts for with which a metric is updated."""
+        if id(metric) in self._summed:
+            return self._backend.ops.ones()
+        return loss_weight if of_loss else samples
 
     def _names(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Return the name of every value of logs, in their structure."""
@@ -144,8 +160,8 @@ class BatchLogs:
         """Return logs, given what `so_far` returned, added up over replicas."""
         ops = self._backend.ops
         logs = [
-            value.values if is_rows else ops.divided(value, count)
-            for value, is_rows in zip(ops.flatten(values), self._is_rows)
+            value.values if is_rows else value if is_sum else ops.divided(value, count)
+            for value, is_rows, is_sum in zip(ops.flatten(values), self._is_rows, self._is_sum)
         ]
         return ops.pack(values, logs)
 
@@ -164,9 +180,19 @@ class BatchLogs:
         ]
         self.metrics.update(totals.batch_metrics, count)
         tensor = self._backend.ops.tensor
-        metrics = [[tensor(one.total), tensor(one.count)] for one, _, _ in self._tracked]
+        means = [one for one, _, _ in self._tracked] + self._other_means()
+        metrics = [[tensor(one.total), tensor(one.count)] for one in means]
         values = self.so_far(totals, count)
         return totals._replace(values=values, batch_metrics=[]), metrics
+
+    def _other_means(self) -> list[Any]:
+        """Return metrics that are up to date, and means, each over a part of the samples."""
+        if self._backend.replicas(self._model) == 1:
+            return []
+        tracked = {id(metric) for metric, _, _ in self._tracked}
+        metrics = {id(one.metric): one.metric for one in self._sources if one is not None}
+        means = {key: one for key, one in metrics.items() if self._backend.divides_total(one)}
+        return [one for key, one in means.items() if key not in tracked]
 
     def update(
         self, totals: LogTotals, metrics: list[list[Any]], count: Any, loss_weight: Any
@@ -174,8 +200,8 @@ class BatchLogs:
         """Update metrics from what `close` returned, summed over replicas; return the logs."""
         ops = self._backend.ops
         numbers = [
-            ops.divided(number, loss_weight if of_loss else count)
-            for number, (_, _, of_loss) in zip(totals.numbers, self._tracked)
+            ops.divided(number, self._weight(metric, of_loss, count, loss_weight))
+            for number, (metric, _, of_loss) in zip(totals.numbers, self._tracked)
         ]
         weights = [
             own if own is not None else count if by_samples else ops.ones()
@@ -213,4 +239,6 @@ class BatchLogs:
             total, count = sums.get(id(metric), (total, count))
             number, weight = ops.like(number, total), ops.like(weight, total)
             sums[id(metric)] = total + number * weight, count + weight
+        others = zip(self._other_means(), metrics[len(self._tracked) :])
+        sums.update((id(metric), (total, count)) for metric, (total, count) in others)
         return {key: ops.divided(total, count) for key, (total, count) in sums.items()}

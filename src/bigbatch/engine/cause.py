@@ -69,6 +69,8 @@ def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float)
         found: what differs, and how much.
         rounding: the differences that mean nothing.
     """
+    if trial.is_exact:
+        return [_beside_batch_norm(found)]
     parts: list[Part] = []
     with contextlib.suppress(Exception):  # there is a difference to tell of already
         parts = trial.run_by_python()
@@ -82,6 +84,19 @@ def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float)
         logs_agree = not any(_is(item, LOG) for item in found)
         causes.insert(0, _of_loss(model, parts, gradients, rounding, logs_agree=logs_agree))
     return causes or [_of_log(model, item, size) for item, size in found.items()]
+
+
+def _beside_batch_norm(found: dict[Item, float]) -> Cause:
+    """Return what is known of a difference where micro-batches run in stages."""
+    item = max(found, key=lambda one: found[one])
+    return Cause(
+        f"{item.kind} {item.name!r}",
+        "it differs although batch normalisation is exact: something else mixes samples, or "
+        "changes with every micro-batch",
+        found[item],
+        'let batch_norm="pooled" and check="raise" name it, then compute it there with '
+        "bigbatch.cross_microbatch_sum or bigbatch.cross_microbatch_gather",
+    )
 
 
 def _is(item: Item, kind: str) -> bool:

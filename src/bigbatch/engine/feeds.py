@@ -252,7 +252,7 @@ class Batches:
             self._prepare(trainer)
             phases.learn(data, None)
             if self._held or not self._filled:
-                trainer.self_check.at(data, None)
+                self._check(trainer, data)
         if self._holds(trainer):
             self._held.append(data)
             self._logs = {**(self._logs or {}), **trainer.backend.results(trainer.model)}
@@ -276,6 +276,11 @@ class Batches:
         if is_new and not trainer.phases.needs_whole_batch:
             trainer.trace_micro_batch(self._types)
 
+    def _check(self, trainer: Trainer, data: Any) -> None:
+        """Compare a few samples of a batch, whole and cut."""
+        if trainer.self_check.at(data, None):
+            trainer.trace_micro_batch(self._types)
+
     def _add_next(self, trainer: Trainer, iterator: Any, wanted: int) -> int:
         if not self._filled:
             trainer.phases.begin()
@@ -294,7 +299,7 @@ class Batches:
             trainer.planning.conclude()
             self._prepare(trainer)
             phases.learn(held[0], None)
-            trainer.self_check.at(held[0], None)
+            self._check(trainer, held[0])
         if phases.needs_whole_batch:
             self._held, parts = [], len(held)  # or inputs would be in memory twice
             joined = trainer.backend.on_replicas(trainer.model, functions.joined, *held)

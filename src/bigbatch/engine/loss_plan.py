@@ -34,6 +34,10 @@ class LossPlan:
     """The kinds of what a layer passes to `add_loss`, call by call, by the `id` of layers."""
     metrics: dict[int, Kind] = field(default_factory=dict)
     """The kinds of metrics that are no sum over samples, by the `id` of the metric."""
+    updates: set[int] = field(default_factory=set)
+    """The updates of a custom `train_step`, by number, whose loss is a sum over samples."""
+    logs: set[str] = field(default_factory=set)
+    """The names of what a custom `train_step` logs that is a sum over samples."""
     needs_samples: bool = False
     """Whether a part is a sum, and its weight depends on the samples of the batch."""
     needs_denominators: bool = False

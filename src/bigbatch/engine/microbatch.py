@@ -178,7 +178,7 @@ class MicroBatch:
         )
         if self.part.gives_logs:
             of_logs = self.logs.of_microbatch(
-                recorder, results, logs, samples, loss_weight, metrics
+                recorder, results, logs, samples, loss_weight, metrics, self.plan.logs
             )
             totals = totals._replace(logs=of_logs, moments=moments)
         if self.part is ALL_UPDATES:
@@ -199,7 +199,10 @@ class MicroBatch:
     def keep(self, captured: CapturedGradients, weight: Any = None) -> list[Any]:
         """Weight gradients, and add those up that can be; return all of them, weighted."""
         ops, variables = self.backend.ops, captured.variables
-        weight = None if captured.is_weighted else weight
+        if captured.number in self.plan.updates:  # of a sum: parts add up as they are
+            weight = 1 / weight if captured.is_weighted else None
+        elif captured.is_weighted:
+            weight = None
         gradients = self.backend.shaped(captured.gradients, variables)
         weighted = [ops.as_gradient_of(v, g, weight) for v, g in zip(variables, gradients)]
         sums = self.sums.get(captured.number)

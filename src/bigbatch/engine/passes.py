@@ -103,6 +103,12 @@ class Passes:
         for one in self._others():
             one.runs.prepare(types, size)
 
+    def trace_again(self, types: Any, size: int | None) -> None:
+        """Trace once more what has been traced, as a micro-batch is to do something else."""
+        for one in (self.all_updates, *self._others()):
+            one.runs.forget()
+            one.runs.prepare(types, size)
+
     def make_rollback(self) -> None:
         """Copy from now on what all passes change."""
         if self.runs_again:

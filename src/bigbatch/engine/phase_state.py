@@ -73,6 +73,7 @@ class PhaseState:
         self._last: Any = None
         self._known_size: int | None = None
         self._known: list[list[Any]] = []
+        self._types: Any = None
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""
 

@@ -50,7 +50,7 @@ class Phases(PhaseState):
         first.prepare()
         before = self._shape_of_graphs()
         if self.full_batch_loss is None:
-            types = self._ops.map_structure(backend.data.type_of, data)
+            self._types = types = self._ops.map_structure(backend.data.type_of, data)
             runs = self._passes.all_updates.runs
             runs.prepare(types, size)
             if not is_built and is_first and first.makes_room():
@@ -68,6 +68,11 @@ class Phases(PhaseState):
         if not self._is_ready or is_first or before != self._shape_of_graphs():
             self._compile()
         return True
+
+    def trace_again(self) -> None:
+        """Trace micro-batches once more, as the plan of the loss has changed."""
+        self._passes.trace_again(self._types, self._known_size)
+        self._compile()
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
         """Make one update from each of the next batches; return the logs of the last."""
@@ -122,6 +127,10 @@ class Phases(PhaseState):
             self.use_counts()
         self.add(data, size, self._ops.ones())
         logs = self.finish(is_whole=True, is_known=is_known)
+        for number in range(1, len(self.passes)):
+            self.begin_again(number)
+            self.add(data, size, self._ops.ones(), number)
+            logs = self.finish(is_whole=True, number=number, is_known=is_known)
         if self.settles:
             self.settle(data, size)
         return logs
@@ -244,9 +253,11 @@ class Phases(PhaseState):
         self.release(number)
         return logs
 
-    def look(self, *, is_whole: bool) -> tuple[list[list[Any]], dict[str, Any]]:
-        """Return the gradients that optimizers would get now, and the logs."""
-        this = self.passes[0]
+    def look(
+        self, *, is_whole: bool, number: int = 0
+    ) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Return the gradients that optimizers would get in a pass, and the logs."""
+        this = self.passes[number]
         return this.update.looked_at(self._totals(this, is_whole, None))
 
     def _totals(self, this: Any, is_whole: bool, is_known: bool | None) -> ReplicaTotals:

@@ -13,7 +13,15 @@ import warnings
 from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of, layers_of, metrics_of
-from bigbatch.core.outcome import GRADIENT, LOG, Item, Outcome, differences, tolerance_of
+from bigbatch.core.outcome import (
+    GRADIENT,
+    LOG,
+    Item,
+    Outcome,
+    differences,
+    sums_among,
+    tolerance_of,
+)
 from bigbatch.engine.batch_norm import batch_norms_of
 from bigbatch.engine.cause import Call, Cause, Part, causes_of, text_of
 from bigbatch.engine.phases import Phases
@@ -30,6 +38,9 @@ _FLOORS = 16
 
 _WITH_DRAWS = 10
 """What tolerances are multiplied by where samples cannot be permuted."""
+
+_AFTER_UPDATES = 10
+"""What tolerances are multiplied by where updates depend on others before them."""
 
 _NO_ROUNDING = 100
 """More than so many tolerances is never rounding."""
@@ -96,19 +107,25 @@ class SelfCheck:
     def _has_any_size(self) -> bool:
         """Say whether micro-batches may have any number of samples, and run once."""
         phases = self._phases
-        is_one = not phases.needs_whole_batch and not phases.runs_again
-        return is_one and phases.passes[0].runs.is_any_size
+        if phases.full_batch_loss is not None:
+            return False
+        return all(one.runs.is_any_size for one in phases.passes)
 
-    def at(self, data: Any, size: int | None) -> None:
+    def at(self, data: Any, size: int | None) -> bool:
         """Check samples of a batch; warn or raise if they give something else when cut.
 
         Args:
             data: a batch that is about to be trained on, of a structure that is prepared.
             size: samples per micro-batch; `None` in window mode, where it is a micro-batch.
+
+        Returns:
+            Whether micro-batches were traced once more, as a part of the loss is a sum.
         """
         if self.is_done:
-            return
+            return False
         self._checked = self._phases.structures
+        plan = self._phases.microbatch.plan
+        before = len(plan.updates), len(plan.logs)
         causes, reason = self.causes(data, size)
         if reason:
             self._say(f"{_NOT_CHECKED}: {reason}")
@@ -123,6 +140,7 @@ class SelfCheck:
             causes = [cause for cause in causes if cause.subject not in self._told()]
             if causes and self._backend.is_first_worker(self._model):
                 warnings.warn(f"bigbatch: {text_of(causes)}", NotEqualWarning, stacklevel=2)
+        return before != (len(plan.updates), len(plan.logs))
 
     def causes(self, data: Any, size: int | None) -> tuple[list[Cause], str | None]:
         """Return why samples give something else when cut, or why that cannot be known."""
@@ -146,20 +164,34 @@ class SelfCheck:
             except (TypeError, ValueError):
                 reason = "samples of this kind, such as sparse ones, cannot be picked"
         self._agree(reason)
-        trial = Trial(self._model, self._phases, samples, count, is_split=size is not None)
+        is_split = size is not None or self._phases.is_exact
+        causes, has_sums = self._tried(samples, count, is_split=is_split)
+        if has_sums:
+            self._phases.trace_again()
+            causes, _ = self._tried(samples, count, is_split=is_split)
+        return causes
+
+    def _tried(self, samples: Any, count: int, *, is_split: bool) -> tuple[list[Cause], bool]:
+        """Return why samples differ when cut; or whether the plan has changed, as it was wrong.
+
+        A custom `train_step` may compute sums, of which nothing can be known before.
+        """
+        trial = Trial(self._model, self._phases, samples, count, is_split=is_split)
         with self._undone(trial):
             return self._compared(trial)
 
-    def _compared(self, trial: Trial) -> list[Cause]:
+    def _compared(self, trial: Trial) -> tuple[list[Cause], bool]:
         every = range(trial.count)
         whole = self._run(trial.outcome, every, trial.count)
         cut = self._run(trial.outcome, every, _CUTS[trial.count])
         tolerance = tolerance_of(_dtypes(self._model))
-        has_draws = self._phases.passes[0].runs.draws_by_sample
+        has_draws = any(one.runs.draws_by_sample for one in self._phases.passes)
         tolerance *= _WITH_DRAWS if has_draws else 1
+        # A gradient that is nothing but rounding moves weights as far as others, with Adam.
+        tolerance *= _AFTER_UPDATES if self._phases.runs_again else 1
         found = _above(differences(whole, cut), tolerance)
         if not found:
-            return []
+            return [], False
         again = self._run(trial.outcome, every, trial.count)
         if _above(differences(whole, again), tolerance):
             raise NotCheckedError("random draws that cannot be repeated, such as tf.random's")
@@ -173,24 +205,36 @@ class SelfCheck:
                 or floors[item] > _NO_ROUNDING * tolerance
                 or size > _FLOORS * floors[item]
             }
-        return causes_of(self._model, trial, found, tolerance) if found else []
+        if not found:
+            return [], False
+        if self._finds_sums(trial, whole, cut, found):
+            return [], True
+        return causes_of(self._model, trial, found, tolerance), False
+
+    def _finds_sums(self, trial: Trial, whole: Outcome, cut: Outcome, found: Any) -> bool:
+        """Note which updates and logs of a custom `train_step` are sums; say if any is."""
+        plan = self._phases.microbatch.plan
+        if plan.updates or plan.logs or not self._backend.has_custom_train_step(self._model):
+            return False
+        size = _CUTS[trial.count]
+        first = self._run(trial.outcome, range(size), size)
+        tolerance = _FLOORS * tolerance_of(_dtypes(self._model))
+        sums = sums_among(found, whole, cut, first, size / trial.count, tolerance)
+        plan.updates, plan.logs = sums
+        return any(sums)
 
     def _obstacle(self) -> str | None:
         """Return why nothing can be tried, if so."""
         phases, model, backend = self._phases, self._model, self._backend
-        if phases.is_exact:
-            return "exact batch normalisation runs micro-batches in stages"
         if phases.full_batch_loss is not None:
             return "the loss is computed on the whole batch, by two passes"
-        if phases.runs_again:
-            return "train_step makes updates that depend on each other"
         if not backend.is_traced(model) and backend.has_custom_train_step(model):
             return "a custom train_step that runs eagerly may do what cannot be undone"
         if any(getattr(layer, "stateful", False) for layer in layers_of(model)):
             return "a stateful layer has a fixed number of samples"
         if not self._has_any_size():
             return "the model has a fixed batch size"
-        effects = phases.passes[0].runs.effects()
+        effects = {name for one in phases.passes for name in one.runs.effects()}
         if effects:
             return f"train_step does what cannot be undone ({', '.join(sorted(effects))})"
         if not self._norm.can_be_switched():
@@ -231,8 +275,9 @@ class SelfCheck:
                 yield
             finally:
                 turn(False)
-                self._phases.release()
-                self._phases.rollback.forget()
+                for number in range(len(self._phases.passes)):
+                    self._phases.release(number)
+                self._phases.rollback.restore()
 
 
 class Trial:
@@ -254,6 +299,8 @@ class Trial:
         self._phases = phases
         self._samples = samples
         self._is_split = is_split
+        self.is_exact = phases.is_exact
+        """Whether micro-batches run in stages, and not one by one."""
         self.count = count
         """How many samples there are, on each replica."""
         self.put_back: Callable[[], None] = lambda: None
@@ -261,7 +308,8 @@ class Trial:
         local = functools.partial(self._backend.local_results, model)
         native = self._backend.native
         metrics = [native(v) for one in metrics_of(model) for v in one.variables]
-        state = [*self._backend.state_of(model), *phases.passes[0].runs.assigned()]
+        state = [*self._backend.state_of(model)]
+        state += [v for one in phases.passes for v in one.runs.assigned()]
         parts = {id(part): part for v in (*state, *metrics) for part in local(v)}
         switch = phases.microbatch.norm.switch
         for part in [] if switch is None else local(switch):
@@ -273,6 +321,10 @@ class Trial:
             if self._backend.is_batch_norm(layer):  # which is said elsewhere
                 values = [native(v) for v in layer.non_trainable_variables]
                 apart |= {id(part) for variable in values for part in local(variable)}
+        for one in [one for some in phases.passes for one in some.microbatch.captured]:
+            # The gradients that move these are compared.
+            values = [*one.variables, *self._backend.optimizer_variables(one.optimizer)]
+            apart |= {id(part) for variable in values for part in local(native(variable))}
         names = _names(model)
         self._compared = {
             f"{names.get(id(part), part.name)}": part
@@ -288,7 +340,7 @@ class Trial:
         length = None
         if self._is_split:
             length = size if backend.runs_in_python(model) else backend.data.integer(size)
-        elif size < self.count:
+        elif size < len(rows):
             parts = (rows[:size], rows[size:])
             cuts = [
                 backend.few_samples.rows_on_replicas(model, self._samples, part)
@@ -300,21 +352,25 @@ class Trial:
             for part in cuts:
                 phases.count(part, length)
             phases.use_counts()
-        for part in cuts:
-            phases.add(part, length, backend.ops.weight(len(cuts)))
-        gradients, logs = phases.look(is_whole=self._is_split)
-        gradients, logs = (
-            backend.few_samples.arrays(gradients),
-            backend.few_samples.arrays(logs),
-        )
+        gradients, logs = [], {}
+        for number, this in enumerate(phases.passes):
+            if number:  # the gradients of a pass are those of the updates before it
+                phases.finish(is_whole=self._is_split, number=number - 1)
+                phases.begin_again(number)
+            for part in cuts:
+                phases.add(part, length, backend.ops.weight(len(cuts)), number)
+            of_pass, logs = phases.look(is_whole=self._is_split, number=number)
+            variables = [one.variables for one in this.microbatch.captured]
+            gradients += zip(variables, backend.few_samples.arrays(of_pass))
+        logs = backend.few_samples.arrays(logs)
         after = backend.few_samples.arrays(self._values())
+        phases.rollback.restore()
         self.put_back()
         names = _names(model)
-        variables = [one.variables for one in phases.microbatch.captured]
         return Outcome(
             gradients=[
                 [(names.get(id(v)) or str(v.name), g) for v, g in zip(some, values)]
-                for some, values in zip(variables, gradients)
+                for some, values in gradients
             ],
             logs=logs,
             variables={name: (before[name], after[name]) for name in before},

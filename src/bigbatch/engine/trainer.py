@@ -113,7 +113,9 @@ class Trainer:
         if self.self_check.uses_phases:
             is_known = functions.has_known_count(types)
             self._trace_phases(functions.types_of_any_count(types), functions.INTEGER)
-            self.phases.finish.get_concrete_function(is_whole=True, is_known=is_known)
+            for number in range(len(self.phases.passes)):
+                finish = self.phases.finish.get_concrete_function
+                finish(is_whole=True, number=number, is_known=is_known)
         elif self._workers is not None:
             self._trace_phases(types, functions.INTEGER)
         elif not self.backend.runs_in_python(self.model):
@@ -129,7 +131,9 @@ class Trainer:
 
     def _trace_phases(self, types: Any, size: Any) -> None:
         if not self.backend.runs_in_python(self.model):
-            self.phases.add.get_concrete_function(types, size, self.backend.data.WEIGHT)
+            for number in range(len(self.phases.passes)):
+                weight = self.backend.data.WEIGHT
+                self.phases.add.get_concrete_function(types, size, weight, number)
             if self.phases.needs_counts:
                 self.phases.count.get_concrete_function(types, size)
 

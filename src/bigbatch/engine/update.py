@@ -64,7 +64,8 @@ class Update:
 
     def looked_at(self, replicas: ReplicaTotals) -> tuple[list[list[Any]], dict[str, Any]]:
         """Return the gradients that `apply` would hand to optimizers, and the logs."""
-        return self._means(replicas)[0], self._logs(replicas)
+        gives_logs = self._microbatch.part.gives_logs
+        return self._means(replicas)[0], self._logs(replicas) if gives_logs else {}
 
     def _means(self, replicas: ReplicaTotals) -> tuple[list[list[Any]], Any]:
         """Return the gradients of the batch, and what their sums were multiplied by."""
@@ -76,9 +77,19 @@ class Update:
             gradients = self._scaled(gradients, scale)
         elif replicas.nominal_samples is not None and microbatch.captured:
             scale = replicas.nominal_samples / totals.loss_weight
-            variables = [one.variables for one in microbatch.captured]
-            gradients = ops.scaled_unless_one(gradients, variables, scale)
+            means = [self._is_mean(one) for one in microbatch.captured]
+            variables = [v for v, is_mean in zip(self._variables(), means) if is_mean]
+            parts = [g for g, is_mean in zip(gradients, means) if is_mean]
+            scaled = iter(ops.scaled_unless_one(parts, variables, scale) if parts else ())
+            gradients = [next(scaled) if m else g for g, m in zip(gradients, means)]
         return self._scaled(gradients, None), scale
+
+    def _is_mean(self, captured: Any) -> bool:
+        """Say whether the gradients of an update are means over samples, not sums."""
+        return captured.number not in self._microbatch.plan.updates
+
+    def _variables(self) -> list[list[Any]]:
+        return [one.variables for one in self._microbatch.captured]
 
     def _logs(self, replicas: ReplicaTotals) -> dict[str, Any]:
         totals = replicas.totals
@@ -108,8 +119,10 @@ class Update:
         statistics.note(totals.statistics.microbatches, totals.samples, norms)
 
     def _scaled(self, gradients: list[list[Any]], scale: Any) -> list[list[Any]]:
+        """Return gradients, multiplied by `scale` if they are means."""
         as_gradient_of = self._backend.ops.as_gradient_of
-        return [
-            [as_gradient_of(*pair, scale) for pair in zip(one.variables, parts)]
-            for one, parts in zip(self._microbatch.captured, gradients)
-        ]
+        scaled = []
+        for one, parts in zip(self._microbatch.captured, gradients):
+            by = scale if self._is_mean(one) else None
+            scaled.append([as_gradient_of(*pair, by) for pair in zip(one.variables, parts)])
+        return scaled

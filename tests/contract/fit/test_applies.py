@@ -59,7 +59,13 @@ def test_every_update_is_that_of_the_full_batch_for_other_sizes(name, float64):
     check_equals_full_batch(case_of(name), EXACT, sizes=(1, 20), windows=(7,))
 
 
-@pytest.mark.parametrize("name", mostly_matrix(PROGRAMS, ["gan", "adapter"]))
+WITH_DRAWS = ("wgan-gp",)
+"""Programs that draw random numbers: Keras draws the same ones on every replica."""
+
+
+@pytest.mark.parametrize(
+    "name", mostly_matrix([n for n in PROGRAMS if n not in WITH_DRAWS], ["gan", "adapter"])
+)
 def test_on_replicas(name, mode, float64, mirrored):
     with mirrored.scope():
         found = case_of(name).accumulate(mode, epochs=1)

@@ -196,7 +196,7 @@ def test_moments_far_from_zero(monkeypatch):
         return mean, total(tf.reduce_sum(inputs**2, axes)) / count - mean**2
 
     monkeypatch.setattr(keras3, "moments_of_batch", naive)
-    assert np.abs(variance_by(exactly()) / truth - 1).max() > 1e-3
+    assert np.abs(variance_by(exactly(check="off")) / truth - 1).max() > 1e-3
 
 
 APPLICATIONS = {
