@@ -210,6 +210,7 @@ def _of_loss(
                 "it differs, although the loss and all that is logged is equal",
                 size,
                 "report this model: nothing that bigbatch knows of makes it differ",
+                subject=LOSS,
             )
         return Cause(
             f"loss {backend.name_of_loss(model)}",

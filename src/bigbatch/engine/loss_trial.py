@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, Iterator
 
 import numpy as np
 
-from bigbatch.backends.keras import backend_of
+from bigbatch.backends.keras import backend_of, metrics_of
 from bigbatch.core.patching import replaced
 from bigbatch.core.trial_rows import first_part
 from bigbatch.engine.loss_plan import Kind, LossPlan
@@ -66,15 +66,23 @@ class LossTrial:
         with self._sample.undone():
             plan.added, outputs = self._added()
             # What cannot be tried, as it takes no such outputs or labels, is as before.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), self._without_metrics():
                 if backend.compile_loss_of(model) is not None:
                     plan.terms = self._terms(outputs)
             with contextlib.suppress(Exception):
                 plan.metrics = self._metrics(outputs)
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), self._without_metrics():
                 if backend.has_custom_compute_loss(model):
                     plan.compute_loss = self._compute_loss(plan, outputs)
         return plan
+
+    @contextlib.contextmanager
+    def _without_metrics(self) -> Iterator[None]:
+        """Return a block in which no metric is updated: on replicas it cannot be here."""
+        with contextlib.ExitStack() as stack:
+            for metric in metrics_of(self._model):
+                stack.enter_context(replaced(metric, update_state=lambda *_, **__: None))
+            yield
 
     def _added(self) -> tuple[dict[int, list[Kind]], Any]:
         """Return the kinds of what layers pass to `add_loss`, and outputs of the model."""

@@ -156,7 +156,7 @@ class Keras2(Keras2Fit, TensorFlowBackend):
         return model.compute_loss(x, y, y_pred, sample_weight)
 
     def compute_compiled_loss(self, model: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
-        return model.compiled_loss(y, y_pred, sample_weight)
+        return model.compiled_loss.tried(y, y_pred, sample_weight)
 
     def name_of_loss(self, model: Any) -> str:
         if type(model).compute_loss is not self.keras.Model.compute_loss:

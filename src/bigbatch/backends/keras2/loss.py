@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable
 
 import tensorflow as tf
@@ -24,6 +25,13 @@ class WatchedLoss:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._compiled, name)
+
+    def tried(self, *args: Any) -> Any:
+        """Compute the loss; one that was not built is not built afterwards: it logs nothing."""
+        if self._compiled.built:
+            return self(*args)
+        compiled = copy.copy(self._compiled)
+        return WatchedLoss(compiled, self._replace, self._note, self._replicas)(*args)
 
     def __call__(self, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss; on several replicas that of this one."""
