@@ -130,6 +130,7 @@ def main(scenario, setting):
         "weights": [weight.tolist() for weight in model.get_weights()],
         "loss": history["loss"],
         "updates": int(model.optimizer.iterations),
+        "peak": tf.config.experimental.get_memory_info("CPU:0")["peak"],
         "messages": [str(one.message) for one in caught if "out of memory" in str(one.message)],
     }
     if setting:

@@ -99,6 +99,18 @@ def test_what_is_verified_if_the_full_batch_does_not_fit():
 
 
 @pytest.mark.slow
+def test_trials_and_the_check_fit_where_only_a_micro_batch_fits():
+    size = {"microbatch_size": 64}
+    bare = probe("perceptron", json.dumps({**size, "check": "off", "coupled": False}), 200)
+    limit = -(-bare["peak"] // 2**20)
+    assert not fits("perceptron", 512, limit)
+    found = probe("perceptron", json.dumps({**size, "check": "raise"}), limit)
+    check_same(found, bare, 3)
+    # But for one activation, that is there or not yet when another goes.
+    assert found["peak"] <= bare["peak"] + 64 * 64 * 64 * 4
+
+
+@pytest.mark.slow
 @pytest.mark.matrix
 def test_a_number_is_obeyed_and_its_failure_suggests_one_that_fits():
     larger = probe("perceptron", '{"microbatch_size": 512}', 20)

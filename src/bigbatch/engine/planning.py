@@ -82,7 +82,11 @@ class Planning:
         if backend.has_custom_train_step(model) and not (is_built and model.built):
             self.conclude()  # its data may be nothing that can be called
             return
-        sample = backend.sample(model, data, min(ROWS, max(FEWEST, rows)))
+        try:
+            sample = backend.sample(model, data, min(ROWS, max(FEWEST, rows)))
+        except Exception:  # data of which no samples can be taken is trained on all the same
+            self.conclude()
+            return
         self._seen.append(sample)
         count = backend.data.largest_count(model, data) * backend.replicas(model)
         self._samples = count * batches

@@ -238,6 +238,34 @@ def test_sparse_and_ragged_tensors(name, mode, run_eagerly):
 
 
 @pytest.mark.usefixtures("float64")
+def test_sparse_matrices_column_by_column(mode):
+    """SciPy's are, in most of its formats."""
+
+    def train(size, **setting):
+        def batches():
+            for start in range(0, 42, size):
+                part = WORDS[start : start + size]
+                columns, rows = np.nonzero(part.T)
+                indices = np.stack([rows, columns], 1)
+                yield (
+                    tf.SparseTensor(indices, part[rows, columns], part.shape),
+                    Y[start:][:size],
+                )
+
+        keras.utils.set_random_seed(3)
+        model = bag_of_words()
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        return Fitted(
+            model,
+            model.fit(batches(), steps_per_epoch=42 // size, shuffle=False, verbose=0).history,
+        )
+
+    size, setting = SETTINGS[mode]
+    check_same(train(size, **setting), train(21), TOLERANCE["float64"])
+
+
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("size", [8, "auto"])
 def test_arrays_in_train_on_batch(size):
     def train(**setting):

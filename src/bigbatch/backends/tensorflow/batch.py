@@ -193,6 +193,8 @@ def rows_of(leaf: Any, start: Any, size: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
         inner = leaf.dense_shape[1:]
         first, count = ([tf.cast(number, tf.int64)] for number in (start, size))
+        # Those of SciPy come column by column.
+        leaf = tf.sparse.reorder(leaf)
         return tf.sparse.slice(
             leaf, tf.concat([first, tf.zeros_like(inner)], 0), tf.concat([count, inner], 0)
         )

@@ -212,7 +212,7 @@ def joined(*batches: Any) -> Any:
         if leaves[0] is None:
             return None
         if isinstance(leaves[0], tf.SparseTensor):
-            return tf.sparse.concat(0, leaves)
+            return tf.sparse.concat(0, list(map(tf.sparse.reorder, leaves)))
         return tf.concat(leaves, 0)
 
     return tf.nest.map_structure(concatenated, *batches)

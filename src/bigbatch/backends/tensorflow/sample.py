@@ -200,7 +200,9 @@ def sample_of(backend: Backend, model: Any, data: Any, rows: int) -> TensorFlowS
 
 def _gathered(leaf: Any, rows: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
-        return tf.sparse.from_dense(tf.gather(tf.sparse.to_dense(leaf), rows))
+        return tf.sparse.from_dense(
+            tf.gather(tf.sparse.to_dense(tf.sparse.reorder(leaf)), rows)
+        )
     return tf.gather(leaf, rows)
 
 
