@@ -32,6 +32,15 @@ def test_draws_go_through_one_module():
     assert seen == [(2, 3), (4, 5), (2,), (2, 4)]
 
 
+def test_a_tensor_counts_its_changes():
+    variable = keras.Variable(np.zeros(2))
+    before = compat.version_of(variable.value)
+    _ = variable + 1
+    assert compat.version_of(variable.value) == before
+    variable.assign(np.zeros(2))
+    assert compat.version_of(variable.value) != before
+
+
 def test_dropout_without_a_seed_follows_torch():
     layer = keras.layers.Dropout(0.5)
     assert compat.follows_torch(None, layer.seed_generator)
@@ -78,5 +87,6 @@ def test_what_allocators_say():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     text = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
     assert is_out_of_memory(RuntimeError(f"Exception encountered when calling layer.\n{text}"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # of oneDNN
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))

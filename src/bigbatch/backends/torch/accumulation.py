@@ -8,10 +8,13 @@ from typing import Any, Callable
 import torch
 
 from bigbatch.backends.base import Backend
+from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch.draws import Draws
 from bigbatch.backends.torch.sums import PythonSums
 from bigbatch.backends.torch.trial import seeds_of, told_by_trial
+from bigbatch.backends.torch.whole_draws import WholeDraws
+from bigbatch.core.patching import replaced
 
 
 class SameForAll:
@@ -31,16 +34,35 @@ class SameForAll:
         """Whether it is known what the model does with samples."""
         self.once: dict[int, Any] = {}
         """The tensors that change once per batch: the same for any samples. By `id`."""
+        self._written: dict[int, Any] = {}
 
     def prepare(self, types: Any) -> None:
         """Try what the model does with such samples."""
-        places, once = told_by_trial(self._backend, self._model, types)
+        places, once, written = told_by_trial(self._backend, self._model, types)
         self._draws.places, self.is_prepared = places, True
         self.once.update((id(one), one) for one in once)
+        self._written.update((id(one), one) for one in written)
 
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._started = 0
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether samples may have random numbers of their own, by their place in the batch."""
+        return self._draws.places is None or any(self._draws.places)
+
+    def assigned(self) -> list[Any]:
+        """Return the tensors that a micro-batch may change beside metrics."""
+        if not self._backend.has_custom_train_step(self._model):
+            return list(self._written.values())
+        optimizers = [v for one in optimizers_of(self._model) for v in one.variables]
+        numbers = [variable for variable in optimizers if not variable.shape]
+        return [self._backend.native(one) for one in (*self._model.variables, *numbers)]
+
+    def few_samples(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which `count` samples are tried, and draw the same if cut."""
+        return replaced(self, _draws=WholeDraws(self._draws.places, count))
+
+    def begin(self, start: int = 0) -> None:
+        """Begin a batch, of which only samples from `start` on are there."""
+        self._started = start
         self._draws.begin()
 
     @contextlib.contextmanager
@@ -49,7 +71,7 @@ class SameForAll:
 
         `total` is the number of samples of the batch, if that is known.
         """
-        if not self._started:
+        if not self._started or not self._before:
             once = {**self.once, **{id(one): one for one in seeds_of(self._model)}}
             self._before = [(one, one.detach().clone()) for one in once.values()]
         with torch.no_grad():
@@ -80,6 +102,32 @@ class Accumulation:
         """Find out what can be found before a micro-batch runs."""
         del size
         self._same.prepare(types)
+
+    is_any_size = True
+    """Whether micro-batches may have any number of samples: nothing is known of it before."""
+
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether samples may have random numbers of their own, by their place in the batch."""
+        return self._same.draws_by_sample
+
+    def assigned(self) -> list[Any]:
+        """Return the tensors that a micro-batch may change beside metrics."""
+        return self._same.assigned()
+
+    def effects(self) -> set[str]:
+        """Return what reaches out of torch: nothing is known of it."""
+        return set()
+
+    def few_samples(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which `count` samples are tried, and draw the same if cut."""
+        return self._same.few_samples(count)
+
+    def run_eagerly(self, context: Any, data: Any, start: int) -> Any:
+        """Return what `compute` does for one micro-batch of `few_samples`."""
+        self._same.begin(start)
+        with self._same.running(batches.checked_count(data), None):
+            return self._compute(context, batches.with_own_weights(data))
 
     def can_run(self, data: Any) -> bool:
         """Say whether `compute` takes such data, by trying it on samples that are all zero."""

@@ -14,6 +14,11 @@ WITH_GLOBAL_SEED = ("gamma", "binomial", "beta")
 """The functions that draw a shape from the generator of torch, with a seed set for a while."""
 
 
+def version_of(tensor: Any) -> int:
+    """Return a number that is another one whenever a tensor has been changed in place."""
+    return tensor._version
+
+
 def random_module() -> Any:
     """Return the module through which all layers draw."""
     return importlib.import_module("keras.src.backend.torch.random")

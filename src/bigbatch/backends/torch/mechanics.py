@@ -7,11 +7,12 @@ import functools
 import warnings
 from typing import Any, Callable, Iterable, Iterator
 
+import keras
 import torch
 
 from bigbatch.backends.base import Backend
 from bigbatch.backends.one_replica import OneReplica
-from bigbatch.backends.torch import data, ops, rollback
+from bigbatch.backends.torch import data, few_samples, ops, rollback
 from bigbatch.backends.torch.accumulation import Accumulation, SameForAll
 from bigbatch.backends.torch.memory import OUT_OF_MEMORY, Memory, naming_out_of_memory
 from bigbatch.backends.torch.sample import TorchSample, sample_of
@@ -40,6 +41,7 @@ class TorchBackend(OneReplica, Backend):
 
     ops = ops
     data = data
+    few_samples = few_samples
     OUT_OF_MEMORY = OUT_OF_MEMORY
 
     def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,6 +147,13 @@ class TorchBackend(OneReplica, Backend):
     def sample_of_many(self, samples: list[TorchSample]) -> TorchSample:
         first, *others = samples
         return first.with_others(others)
+
+    def switch(self, model: Any) -> Any:
+        del model
+        return keras.Variable(False, dtype="bool", trainable=False)
+
+    def is_off(self, switch: Any) -> bool:
+        return not bool(switch.value)
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         del variables

@@ -125,6 +125,19 @@ class Rollback:
 
 
 @contextlib.contextmanager
+def gradients_aside(parameters: Iterable[Any]) -> Iterator[None]:
+    """Return a block that begins without gradients, after which those from before are there."""
+    gradients = [(one, one.grad) for one in parameters]
+    for one, _ in gradients:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in gradients:
+            one.grad = gradient
+
+
+@contextlib.contextmanager
 def unchanged(tensors: Iterable[Any]) -> Iterator[Callable[[], None]]:
     """Return a block after which tensors are as before; it gives a way to go back sooner."""
     copies = Copies(tensors, on_host=True)

@@ -10,8 +10,9 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.torch import data as batches
-from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of
+from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of, version_of
 from bigbatch.backends.torch.draws import watching_draws
+from bigbatch.backends.torch.rollback import unchanged
 
 _TRIALS = ((2, 0), (3, 1))
 """How many samples are tried, and what they are filled with."""
@@ -24,23 +25,30 @@ class Told(NamedTuple):
     """For each draw in turn, whether it is one for each sample; `None` if nothing is known."""
     once: list[Any]
     """The tensors whose new value does not depend on samples: they change once per batch."""
+    written: list[Any]
+    """The variables of the model, but for metrics, that a call changes."""
 
 
 def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     """Call a model with samples of such types, in which nothing is the same; undo it."""
     shapes: list[list[Any]] = []
     values: list[list[Any]] = []
+    written: dict[int, Any] = {}
     candidates = _candidates(backend, model)
-    with contextlib.suppress(Exception):  # what cannot be tried is left to each micro-batch
+    variables = [backend.native(variable) for variable in model.variables]
+    with unchanged(variables), contextlib.suppress(Exception):  # it is left to training then
         for count, fill in _TRIALS:
             seen: list[Any] = []
             x, _, _ = backend.unpacked(batches.samples_of(types, count, fill))
+            versions = list(map(version_of, variables))
             with backend.without_effects(model), watching_draws(seen.append):
                 backend.call(model, x, training=True)
+                changed = [v for v, old in zip(variables, versions) if version_of(v) != old]
+                written.update((id(variable), variable) for variable in changed)
                 values.append([one.detach().clone() for one in candidates])
             shapes.append(seen)
     if len(values) < len(_TRIALS) or len(shapes[0]) != len(shapes[1]):
-        return Told(None, [])
+        return Told(None, [], list(written.values()))
     counts = [count for count, _ in _TRIALS]
     places = [[shape[:1] for shape in pair] for pair in zip(*shapes)]
     same = [
@@ -48,7 +56,8 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
         for one, new, other in zip(candidates, *values)
         if torch.equal(new, other) and not torch.equal(one, new)
     ]
-    return Told([pair == [(count,) for count in counts] for pair in places], same)
+    of_samples = [pair == [(count,) for count in counts] for pair in places]
+    return Told(of_samples, same, list(written.values()))
 
 
 def _candidates(backend: Backend, model: Any) -> list[Any]:
