@@ -8,11 +8,12 @@ from typing import Any, Callable
 import torch
 
 from bigbatch.backends.base import Backend
-from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch.draws import Draws
+from bigbatch.backends.torch.rollback import Copies
+from bigbatch.backends.torch.step_trial import kept_by
 from bigbatch.backends.torch.sums import PythonSums
-from bigbatch.backends.torch.trial import seeds_of, told_by_trial
+from bigbatch.backends.torch.trial import Told, seeds_of, told_by_trial
 from bigbatch.backends.torch.whole_draws import WholeDraws
 from bigbatch.core.patching import replaced
 
@@ -30,6 +31,7 @@ class SameForAll:
         self._draws = Draws()
         self._before: list[tuple[Any, Any]] = []
         self._started = 0
+        self._knows_step = False
         self.is_prepared = False
         """Whether it is known what the model does with samples."""
         self.once: dict[int, Any] = {}
@@ -38,10 +40,22 @@ class SameForAll:
 
     def prepare(self, types: Any) -> None:
         """Try what the model does with such samples."""
+        if self._knows_step:
+            return
         places, once, written = told_by_trial(self._backend, self._model, types)
         self._draws.places, self.is_prepared = places, True
         self.once.update((id(one), one) for one in once)
         self._written.update((id(one), one) for one in written)
+
+    def learn(self, told: Told) -> None:
+        """Use what a trial of the whole `train_step` has told."""
+        self._draws.places, self.is_prepared, self._knows_step = told.places, True, True
+        self.once.update((id(one), one) for one in told.once)
+
+    def others(self) -> list[Any]:
+        """Return the state that every micro-batch changes, and the seeds."""
+        state = [*kept_by(self._backend, self._model), *seeds_of(self._model)]
+        return [one for one in state if id(one) not in self.once and not one.requires_grad]
 
     @property
     def draws_by_sample(self) -> bool:
@@ -52,9 +66,7 @@ class SameForAll:
         """Return the tensors that a micro-batch may change beside metrics."""
         if not self._backend.has_custom_train_step(self._model):
             return list(self._written.values())
-        optimizers = [v for one in optimizers_of(self._model) for v in one.variables]
-        numbers = [variable for variable in optimizers if not variable.shape]
-        return [self._backend.native(one) for one in (*self._model.variables, *numbers)]
+        return kept_by(self._backend, self._model)
 
     def few_samples(self, count: int) -> contextlib.AbstractContextManager[None]:
         """Return a block in which `count` samples are tried, and draw the same if cut."""
@@ -89,10 +101,16 @@ class Accumulation:
         same: what every micro-batch starts from.
         compute: called with a vector of numbers that are the same for the whole batch, and the
             data of a micro-batch; returns a nest of tensors and `None`.
+        before: returns the value that a tensor had before the batch.
     """
 
-    def __init__(self, same: SameForAll, compute: Callable[[Any, Any], Any]) -> None:
-        self._same = same
+    def __init__(
+        self,
+        same: SameForAll,
+        compute: Callable[[Any, Any], Any],
+        before: Callable[[Any], Any],
+    ) -> None:
+        self._same, self._before = same, before
         self._compute = compute
         self._sums = PythonSums()
         self.once = same.once
@@ -158,6 +176,22 @@ class Accumulation:
             part = batches.with_own_weights(batches.rows(data, start, rows))
             with self._same.running(rows, total):
                 self._sums.add(self._compute(context, part))
+
+    def change_once(self, context: Any, data: Any, size: int | None = None) -> None:
+        """Run one micro-batch, of which nothing is left but what changes once per batch."""
+        part = data if size is None else batches.first_rows(data, size)
+        others = Copies(self._same.others())
+        with torch.no_grad():
+            for one in self.once.values():
+                one.copy_(self._before(one))
+        self._same.begin()
+        with self._same.running(batches.checked_count(part), None):
+            self._compute(context, batches.with_own_weights(part))
+        others.put_back()
+
+    def learn(self, told: Told) -> None:
+        """Use what a trial of a micro-batch has told."""
+        self._same.learn(told)
 
     def value(self) -> Any:
         """Return the sum so far, in the structure that `compute` returns."""

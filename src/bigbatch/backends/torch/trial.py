@@ -34,7 +34,7 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     shapes: list[list[Any]] = []
     values: list[list[Any]] = []
     written: dict[int, Any] = {}
-    candidates = _candidates(backend, model)
+    candidates = candidates_of(backend, model, backend.state_of(model))
     variables = [backend.native(variable) for variable in model.variables]
     with unchanged(variables), contextlib.suppress(Exception):  # it is left to training then
         for count, fill in _TRIALS:
@@ -49,25 +49,36 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
             shapes.append(seen)
     if len(values) < len(_TRIALS) or len(shapes[0]) != len(shapes[1]):
         return Told(None, [], list(written.values()))
-    counts = [count for count, _ in _TRIALS]
-    places = [[shape[:1] for shape in pair] for pair in zip(*shapes)]
     same = [
         one
         for one, new, other in zip(candidates, *values)
         if torch.equal(new, other) and not torch.equal(one, new)
     ]
-    of_samples = [pair == [(count,) for count in counts] for pair in places]
-    return Told(of_samples, same, list(written.values()))
+    places = places_of(shapes, [count for count, _ in _TRIALS])
+    return Told(places, same, list(written.values()))
 
 
-def _candidates(backend: Backend, model: Any) -> list[Any]:
-    """Return the state of a model, without metrics and moving statistics."""
+def places_of(shapes: list[list[Any]], counts: list[int]) -> list[bool] | None:
+    """Return for each draw in turn whether it is one for each sample; `None` if that differs.
+
+    Args:
+        shapes: those of the draws, for each of two trials.
+        counts: how many samples each had.
+    """
+    if len(shapes[0]) != len(shapes[1]):
+        return None
+    pairs = zip(*shapes)
+    return [[shape[:1] for shape in pair] == [(count,) for count in counts] for pair in pairs]
+
+
+def candidates_of(backend: Backend, model: Any, tensors: list[Any]) -> list[Any]:
+    """Return the tensors of a model that are neither metrics nor moving statistics."""
     others = [backend.native(one) for one in backend.metrics_variables(model)]
     for layer in layers_of(model):
         if backend.is_batch_norm(layer):
             others += [backend.native(one) for one in layer.non_trainable_variables]
     known = {id(one) for one in others}
-    return [one for one in backend.state_of(model) if id(one) not in known]
+    return [one for one in tensors if id(one) not in known]
 
 
 def seeds_of(model: Any) -> list[Any]:
