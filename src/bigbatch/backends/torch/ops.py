@@ -74,6 +74,16 @@ def noted(value: Any) -> Any:
     return value
 
 
+def shaped_like(value: Any, other: Any) -> Any:
+    """Return a value in the shape and the type of another."""
+    return value.to(other.dtype).reshape(other.shape)
+
+
+def dense(value: Any) -> Any:
+    """Return a gradient as it is: none is sparse."""
+    return value
+
+
 def weight(value: Any) -> Any:
     """Return a number in the type that weights are added up in."""
     if isinstance(value, (int, float)):
