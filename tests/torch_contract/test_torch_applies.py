@@ -104,11 +104,11 @@ def test_a_wrong_version_is_found(name, wrong, monkeypatch):
         check_same(found, expected, 1e-4)
 
 
-def test_the_passes_are_said_and_what_is_not_checked(capsys):
+def test_the_passes_are_said(capsys):
     case_of("wgan-gp").accumulate("split", epochs=1, verbose=2)
     said = capsys.readouterr().out
     assert "bigbatch: 4 passes over each batch" in said
-    assert "not checked whether updates equal the full batch: train_step makes updates" in said
+    assert "not checked" not in said
     case_of("adapter").accumulate("split", epochs=1, verbose=2)
     said = capsys.readouterr().out
     assert "passes over each batch" not in said

@@ -97,6 +97,11 @@ class PhaseState:
         return self._passes.each
 
     @property
+    def captured(self) -> list[Any]:
+        """The updates of a batch, in order; known when a micro-batch has been traced or run."""
+        return self._passes.all_updates.microbatch.captured
+
+    @property
     def runs_again(self) -> bool:
         """Whether micro-batches run more than once; known when prepared."""
         return self._passes.runs_again

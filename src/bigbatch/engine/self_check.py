@@ -320,7 +320,7 @@ class Trial:
             if self._backend.is_batch_norm(layer):  # which is said elsewhere
                 values = [native(v) for v in layer.non_trainable_variables]
                 apart |= {id(part) for variable in values for part in local(variable)}
-        for one in [one for some in phases.passes for one in some.microbatch.captured]:
+        for one in phases.captured:
             # The gradients that move these are compared.
             values = [*one.variables, *self._backend.optimizer_variables(one.optimizer)]
             apart |= {id(part) for variable in values for part in local(native(variable))}
