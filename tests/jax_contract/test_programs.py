@@ -35,7 +35,10 @@ def compiled(model=None, **setting):
 
 
 def test_two_micro_batches_and_one_update_are_compiled(caplog):
-    """Micro-batches of eight and a tail of five, whatever the number of batches and epochs."""
+    """Micro-batches of eight and a tail of five, whatever the number of batches and epochs.
+
+    And three for the few samples that `fit` checks itself with: of 5, 3 and 2.
+    """
     model = compiled(microbatch_size=8)
     with caplog.at_level("WARNING"), jax.log_compiles():
         model.fit(X[:42], Y[:42], batch_size=21, epochs=3, verbose=0)
@@ -46,15 +49,21 @@ def test_two_micro_batches_and_one_update_are_compiled(caplog):
     ]
     text = " ".join(map(str, programs))
     assert text.count("_add") == 2, programs
+    assert text.count("try_samples") == 3, programs
     assert text.count("pure") == 1, programs
 
 
 def test_a_train_step_is_traced_once_for_each_size():
-    Counting.traces = 0
-    model = compiled(Counting([keras.Input((5,)), keras.layers.Dense(3)]), microbatch_size=7)
-    for _ in range(2):
-        model.fit(X[:42], Y[:42], batch_size=21, epochs=2, verbose=0)
-    assert Counting.traces == 1
+    def traces(**setting):
+        Counting.traces = 0
+        model = Counting([keras.Input((5,)), keras.layers.Dense(3)])
+        model = compiled(model, microbatch_size=7, **setting)
+        for _ in range(2):
+            model.fit(X[:42], Y[:42], batch_size=21, epochs=2, verbose=0)
+        return Counting.traces
+
+    assert traces(check="off") == 1
+    assert traces() == 1 + 3  # once for each size of the few samples, and not in every fit
 
 
 def test_an_error_in_the_first_batch_leaves_the_weights():

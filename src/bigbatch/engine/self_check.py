@@ -268,7 +268,8 @@ class SelfCheck:
             if switch is not None:
                 self._backend.on_replicas(self._model, lambda: switch.assign(value))
 
-        with self._backend.unchanged(trial.touched) as put_back:
+        trying = self._backend.trying(self._phases.passes[0].runs)
+        with self._backend.unchanged(trial.touched) as put_back, trying:
             trial.put_back = put_back
             turn(True)
             try:
@@ -416,7 +417,8 @@ class Trial:
         return [backend.local_results(model, one)[0] for one in results]
 
     def _values(self) -> dict[str, Any]:
-        return {name: part.read_value() for name, part in self._compared.items()}
+        tensor = self._backend.ops.tensor
+        return {name: tensor(part) for name, part in self._compared.items()}
 
 
 def _names(model: Any) -> dict[int, str]:

@@ -8,13 +8,14 @@ slower. Rows are cut before the call, so that a program serves every micro-batch
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable
+import functools
+from typing import Any, Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 
 from bigbatch.backends.jax import data as batches
-from bigbatch.backends.jax.compat import number_of_terms, seeds_of
+from bigbatch.backends.jax.compat import number_of_terms, quickly, seeds_of
 from bigbatch.backends.jax.dependence import independent_outputs
 from bigbatch.backends.jax.draws import MicrobatchRows, drawing, places_of
 from bigbatch.backends.jax.memory import note_bytes_of, noticing
@@ -70,6 +71,7 @@ class Accumulation:
                 self._start_anew(places)
                 traced = self._program.trace(*arguments)
         self._shapes = traced.out_info[0]
+        self._effects |= {type(one).__name__ for one in traced.jaxpr.effects}
         self._find_once(traced.jaxpr, arguments)
 
     def _find_once(self, jaxpr: Any, arguments: tuple[Any, ...]) -> None:
@@ -123,10 +125,8 @@ class Accumulation:
         listed = [leaf.values for leaf in leaves if _is_rows(leaf)]
         return added, listed, values[len(fixed) :]
 
-    def _add(
-        self, sums: Any, fixed: Any, changing: Any, context: Any, start: Any, data: Any
-    ) -> Any:
-        result, listed, changing = self._program(fixed, changing, context, start, data)
+    def _add(self, program: Callable[..., Any], sums: Any, *arguments: Any) -> Any:
+        result, listed, changing = program(*arguments)
         added = [one + other.astype(one.dtype) for one, other in zip(sums, result)]
         return added, listed, changing
 
@@ -134,7 +134,7 @@ class Accumulation:
         self._places = places
         # Methods, not closures of this call: of a lambda there would be a second trace.
         self._program: Any = jax.jit(self._pure_again())
-        self._step = self._add if self._is_eager else jax.jit(self._add, donate_argnums=0)
+        self._step: Any = jax.jit(functools.partial(self._add, self._program), donate_argnums=0)
 
     def _pure_again(self) -> Callable[..., Any]:
         """Return `_pure` as a function that nothing has been traced of."""
@@ -152,6 +152,7 @@ class Accumulation:
     def forget(self) -> None:
         """Forget what was traced."""
         self._drawn: list[Any] = []
+        self._effects: set[str] = set()
         self._is_rows: list[bool] = []
         self._structure: Any = None
         self._shapes: Any = None
@@ -182,6 +183,51 @@ class Accumulation:
             part = batches.rows(data, start, min(size, count - start))
             self._run(fixed, context, self._samples + start, part)
         self._samples += count
+
+    # For the few samples that are compared whole and cut.
+
+    @property
+    def is_any_size(self) -> bool:
+        """Whether micro-batches may have any number of samples, as far as is declared."""
+        inputs = getattr(self._model, "inputs", None) or ()
+        return all(one.shape[:1] in ((), (None,)) for one in inputs)
+
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether each sample has random numbers of its own, by its place in the batch."""
+        return any(self._drawn if self._places is None else self._places)
+
+    def assigned(self) -> list[Any]:
+        """Return the variables that a micro-batch may change, metrics left out."""
+        return [one for one in self._changing() if not self._is_metric(one)]
+
+    def effects(self) -> set[str]:
+        """Return what a micro-batch does outside of its program."""
+        return self._effects
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Return a block in which micro-batches are tried, and programs are not kept.
+
+        They read the switch of batch normalisation when they are traced.
+        """
+        step = self._step
+
+        def try_samples(*arguments: Any) -> Any:
+            return self._add(self._pure, *arguments)
+
+        self._step = jax.jit(try_samples, donate_argnums=0, compiler_options=quickly())
+        try:
+            yield
+        finally:
+            self._step = step
+
+    def run_eagerly(self, context: Any, data: Any, start: int) -> Any:
+        """Return what `compute` does for one micro-batch, run by Python, to be looked at."""
+        variables = [*self._fixed(), *self._changing()]
+        rows = MicrobatchRows(jnp.uint32(start), batches.sample_count(data), self._places)
+        with scope_of(variables, values_of(variables)), drawing(rows):
+            return self._compute(context, data)
 
     def note_bytes(self, data: Any, size: int) -> bool:
         """Let the compiler say what a micro-batch of `size` samples takes; run nothing."""

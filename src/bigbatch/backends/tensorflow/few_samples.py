@@ -9,14 +9,12 @@ from typing import Any, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from bigbatch.backends.few_samples import candidates, columns_of, far_apart
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.tensorflow.batch import sample_count
 from bigbatch.backends.tensorflow.data import as_tensors
 from bigbatch.backends.tensorflow.variables import this_replica
 from bigbatch.core.patching import replaced
-
-_CANDIDATES = 32
-"""Of how many samples, spread over the batch, a few are chosen."""
 
 
 def picked(model: Any, data: Any, count: int) -> Any:
@@ -48,32 +46,18 @@ def rows_of(data: Any, rows: Sequence[int]) -> Any:
 
 def _different(data: Any, count: int) -> Any:
     """Return samples that differ in labels, masks and weights, as far as there are such."""
-    total = int(sample_count(data))
-    rows = np.unique(np.linspace(0, total - 1, min(total, _CANDIDATES)).astype(int))
-    features = _features(rows_of(data, rows.tolist()), len(rows))
-    chosen = [0]
-    distances = np.full(len(rows), np.inf)
-    while len(chosen) < count:  # each as far as can be from those before it
-        with np.errstate(over="ignore", invalid="ignore"):
-            new = np.sum((features - features[chosen[-1]]) ** 2, axis=1)
-        distances = np.minimum(distances, new)
-        distances[chosen] = -1
-        chosen.append(int(np.argmax(distances)))
-    return rows_of(data, [int(rows[one]) for one in chosen])
+    rows = candidates(int(sample_count(data)))
+    chosen = far_apart(_columns(rows_of(data, rows)), len(rows), count)
+    return rows_of(data, [rows[one] for one in chosen])
 
 
-def _features(data: Any, count: int) -> np.ndarray:
-    """Return a few numbers for each sample: mean and share of zeros of each leaf."""
-    columns = [np.zeros(count)]
+def _columns(data: Any) -> Iterator[np.ndarray]:
+    """Return what tells samples apart, leaf by leaf."""
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.RaggedTensor):
-            columns.append(leaf.row_lengths().numpy().astype(float))
+            yield leaf.row_lengths().numpy()
         elif leaf is not None and (leaf.dtype.is_floating or leaf.dtype.is_integer):
-            values = tf.cast(leaf, tf.float32).numpy().reshape(count, -1)
-            columns += [np.mean(values, 1), np.mean(values == 0, 1)]
-    features = np.nan_to_num(np.stack(columns, 1).astype(float))
-    with np.errstate(over="ignore", invalid="ignore"):  # samples may be infinite
-        return (features - features.mean(0)) / (features.std(0) + 1e-12)
+            yield from columns_of(tf.cast(leaf, tf.float32).numpy())
 
 
 def arrays(values: Any) -> Any:
