@@ -168,6 +168,19 @@ def test_what_depends_on_samples():
     assert dependence.independent_outputs(alone, [0], {}) == {0, 2}
 
 
+def test_what_is_added_to():
+    """Such a metric may have a value on each device; the others must not."""
+
+    def function(x, total, most, mean, twice):
+        added = jax.jit(jax.numpy.add)(total, jax.numpy.sum(x))
+        return added, jax.numpy.maximum(most, x[0]), 0.9 * mean + x[0], twice + twice
+
+    jaxpr = jax.make_jaxpr(function)(np.ones(3), 1.0, 2.0, 3.0, 4.0).jaxpr
+    found = [dependence.is_added_to(jaxpr, n, n + 1) for n in range(4)]
+    assert found == [True, False, False, False]
+    assert not dependence.is_added_to(jaxpr, 0, 2)
+
+
 def test_private_names_of_keras():
     """What `backends/jax/compat.py` uses: an upgrade of Keras breaks here first."""
     model = compiled()
@@ -176,6 +189,8 @@ def test_private_names_of_keras():
     assert callable(model._symbolic_build)
     assert model._jax_state is None
     assert model._losses_override == []
+    iterator = __import__("keras.src.backend.jax.trainer", fromlist=["*"]).JAXEpochIterator
+    assert callable(iterator._get_iterator)
     module = __import__("keras.src.backend.jax.random", fromlist=["jax"])
     assert module.jax is jax
     assert all(isinstance(one, jax.Array) for one in values_of(model.variables))

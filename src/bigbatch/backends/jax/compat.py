@@ -62,3 +62,11 @@ def update_metrics(model: Any, metrics: list[Any], loss: Any, data: Any) -> Any:
     """Return logs, and the values of metrics after a batch, as `train_step` does."""
     x, y, y_pred, sample_weight = data
     return model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+
+
+def leave_on_host(epoch_iterator: Any) -> None:
+    """Let `fit` hand over batches as its data has them, not spread over devices.
+
+    Keras raises if their samples do not divide by the devices.
+    """
+    epoch_iterator._get_iterator = epoch_iterator.data_adapter.get_jax_iterator

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from typing import Any, Callable
 
+from bigbatch.backends.jax.compat import leave_on_host
 from bigbatch.backends.jax.mechanics import JaxBackend
+from bigbatch.backends.jax.shards import current_shards
 from bigbatch.backends.jax.state import assign, values_of, variables_of
 from bigbatch.backends.keras import layers_of, optimizers_of
 from bigbatch.backends.keras3 import Keras3
 from bigbatch.core.patching import replaced
 from bigbatch.errors import ArgumentError, ContextError, explain
+
+_WITH_HOST_BATCHES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models whose `fit` has begun, and has not built them yet."""
 
 
 class Keras3OnJax(Keras3, JaxBackend):
@@ -28,6 +34,23 @@ class Keras3OnJax(Keras3, JaxBackend):
                 )
             )
         return super().methods(model, hooks)
+
+    def fit(
+        self, hooks: Any, fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `fit`; batches stay on the host if devices share micro-batches."""
+        if current_shards() is not None:
+            _WITH_HOST_BATCHES.add(model)
+        try:
+            return super().fit(hooks, fit, model, *args, **kwargs)
+        finally:
+            _WITH_HOST_BATCHES.discard(model)
+
+    def build_before_fit(self, model: Any, iterator: Any, data_batch: Any) -> None:
+        if iterator is not None and model in _WITH_HOST_BATCHES:
+            _WITH_HOST_BATCHES.discard(model)  # those that validate are Keras' own
+            leave_on_host(iterator)
+        super().build_before_fit(model, iterator, data_batch)
 
     def build(self, model: Any, data: Any) -> bool:
         """Create the state of a model for such data, as `fit` has done before."""

@@ -148,6 +148,12 @@ class JaxBackend(OneReplica, Backend):
     def knows_bytes(self, accumulation: Accumulation, data: Any, size: int) -> bool:
         return accumulation.note_bytes(data, size)
 
+    def totals_so_far(self, accumulation: Accumulation) -> Any:
+        return accumulation.so_far()
+
+    def remarks(self, accumulation: Accumulation) -> list[str]:
+        return accumulation.remarks
+
     def trying(self, accumulation: Accumulation) -> contextlib.AbstractContextManager[None]:
         return accumulation.trying()
 
