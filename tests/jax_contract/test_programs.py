@@ -13,6 +13,7 @@ from bigbatch.backends.jax.state import values_of
 from bigbatch.errors import ContextError
 from comparison import largest_difference
 from fit_cases import DENSE_X, DENSE_Y, dense
+from jax_cases import OwnTrainStep
 
 X, Y = DENSE_X.astype("float32"), DENSE_Y.astype("float32")
 
@@ -144,6 +145,24 @@ def test_a_second_optimizer_is_refused():
     before = model.get_weights()
     with pytest.raises(ContextError, match="of the optimizer 'other'"):
         model.fit(X, Y, batch_size=21, verbose=0)
+    assert largest_difference(model.get_weights(), before) == 0
+
+
+def test_a_second_update_in_one_step_is_refused():
+    """The gradients of the second have to be those after the first, of all samples."""
+
+    class Twice(OwnTrainStep):
+        def train_step(self, state, data):
+            _, state = super().train_step(state, data)
+            return super().train_step(state, data)
+
+    model = compiled(Twice(), microbatch_size=8)
+    model(X[:2])
+    before = model.get_weights()
+    with pytest.raises(ContextError) as error:
+        model.fit(X, Y, batch_size=21, verbose=0)
+    assert "a train_step that applies gradients several times" in str(error.value)
+    assert "KERAS_BACKEND=tensorflow" in str(error.value)
     assert largest_difference(model.get_weights(), before) == 0
 
 

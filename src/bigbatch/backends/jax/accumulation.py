@@ -282,16 +282,15 @@ class Accumulation:
             return False
         part = batches.rows(data, 0, min(size, batches.sample_count(data)))
         types = jax.tree.map(batches.type_of, part)
-        if self._sharded is not None:
-            note_bytes_of(
-                self._sharded.lowered(*self._abstract_arguments(types, size)).compile()
-            )
-            return True
         sums = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape, widened(s.dtype)), self._shapes
         )
         arguments = self._abstract_arguments(types, batches.sample_count(types))
-        note_bytes_of(self._step.lower(sums, *arguments).compile())
+        if self._sharded is not None:
+            lowered = self._sharded.lowered(*arguments)
+        else:
+            lowered = self._step.lower(sums, *arguments)
+        note_bytes_of(lowered.compile(), batches.bytes_of([sums, types]))
         return True
 
     def _run(self, fixed: list[Any], context: Any, start: int, part: Any) -> None:

@@ -116,14 +116,15 @@ def train_function(
             try:
                 logs = train(iterator)
             except BaseException:
-                set_state(model, _packed(parts, current()))  # or the weights would be lost
+                set_state(model, packed(parts, current()))  # or the weights would be lost
                 raise
-            return logs, _packed(parts, current())
+            return logs, packed(parts, current())
 
     return train_on_next
 
 
-def _packed(parts: Iterable[list[Any]], values: list[Any]) -> tuple[list[Any], ...]:
+def packed(parts: Iterable[list[Any]], values: list[Any]) -> tuple[list[Any], ...]:
+    """Return values in the parts of the state of a model."""
     left = iter(values)
     return tuple([next(left) for _ in part] for part in parts)
 
