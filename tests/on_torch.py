@@ -12,8 +12,8 @@ What is not here, and why; `torch_contract/` has what it proves:
 - graphs, strategies, sparse rows: `test_tracing`, `test_replicas`, `test_sparse_rows`,
   `test_exact_batch_norm`, `test_cross_microbatch`;
 - what Keras does otherwise on torch: its optimizers are of classes made for torch
-  (`test_it_is_the_same_object_...`), `model.export` fails in `torch.export` (`test_export`), and
-  its logs use what NumPy calls deprecated, which `pytest.warns` does not let pass
+  (`test_it_is_the_same_object_...`), `model.export` fails in `torch.export` (`test_export`),
+  and its logs use what NumPy calls deprecated, which `pytest.warns` does not let pass
   (`test_a_window_longer_than_...`, `test_of_data_whose_end_is_not_known_...`).
 """
 

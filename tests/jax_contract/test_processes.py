@@ -54,10 +54,24 @@ def test_out_of_memory_with_a_fixed_size_says_what_fits_and_changes_nothing():
 
 
 @pytest.mark.slow
-def test_two_devices_equal_one():
-    """Masks, clipping, tails, dropout, micro-batches that do not divide by the devices."""
-    found = run("devices_probe.py")
-    assert found["devices"] == 2
-    for way in ("split", "odd", "window"):
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.matrix)])
+def test_several_devices_equal_one_and_reduce_once(devices, tmp_path):
+    """Masks, clipping, tails, dropout, batches that do not divide by the devices.
+
+    Collectives are counted in all programs that were compiled.
+    """
+    found = run("devices_probe.py", str(devices), str(tmp_path))
+    for way in ("split", "odd", "streamed", "no sum"):
         assert found[way] <= 5e-6, way
     assert found["half the batch"] > 1e-2  # the negative control
+    for way in ("split", "odd"):
+        # Nothing in micro-batches, and one all-reduce of everything for an update.
+        programs = found[f"collectives of {way}"]
+        assert programs == {"add": 0, "add_on_shards": 0, "reduced": 1}
+    # One more program for the numbers that are logged before a window is complete.
+    assert found["collectives of streamed"]["add_on_shards"] == 0
+    assert found["collectives of streamed"]["reduced"] == 2
+    # What a device cannot add up by itself is reduced in every micro-batch, and that is said.
+    assert found["collectives of no sum"]["add"] > 0
+    (line,) = found["said"]
+    assert "'largest/largest' is not a sum over samples" in line

@@ -13,6 +13,7 @@ from bigbatch.backends.jax.state import values_of
 from bigbatch.errors import ContextError
 from comparison import largest_difference
 from fit_cases import DENSE_X, DENSE_Y, dense
+from jax_cases import OwnTrainStep
 
 X, Y = DENSE_X.astype("float32"), DENSE_Y.astype("float32")
 
@@ -35,7 +36,10 @@ def compiled(model=None, **setting):
 
 
 def test_two_micro_batches_and_one_update_are_compiled(caplog):
-    """Micro-batches of eight and a tail of five, whatever the number of batches and epochs."""
+    """Micro-batches of eight and a tail of five, whatever the number of batches and epochs.
+
+    And three for the few samples that `fit` checks itself with: of 5, 3 and 2.
+    """
     model = compiled(microbatch_size=8)
     with caplog.at_level("WARNING"), jax.log_compiles():
         model.fit(X[:42], Y[:42], batch_size=21, epochs=3, verbose=0)
@@ -46,15 +50,21 @@ def test_two_micro_batches_and_one_update_are_compiled(caplog):
     ]
     text = " ".join(map(str, programs))
     assert text.count("_add") == 2, programs
+    assert text.count("try_samples") == 3, programs
     assert text.count("pure") == 1, programs
 
 
 def test_a_train_step_is_traced_once_for_each_size():
-    Counting.traces = 0
-    model = compiled(Counting([keras.Input((5,)), keras.layers.Dense(3)]), microbatch_size=7)
-    for _ in range(2):
-        model.fit(X[:42], Y[:42], batch_size=21, epochs=2, verbose=0)
-    assert Counting.traces == 1
+    def traces(**setting):
+        Counting.traces = 0
+        model = Counting([keras.Input((5,)), keras.layers.Dense(3)])
+        model = compiled(model, microbatch_size=7, **setting)
+        for _ in range(2):
+            model.fit(X[:42], Y[:42], batch_size=21, epochs=2, verbose=0)
+        return Counting.traces
+
+    assert traces(check="off") == 1
+    assert traces() == 1 + 3  # once for each size of the few samples, and not in every fit
 
 
 def test_an_error_in_the_first_batch_leaves_the_weights():
@@ -138,6 +148,24 @@ def test_a_second_optimizer_is_refused():
     assert largest_difference(model.get_weights(), before) == 0
 
 
+def test_a_second_update_in_one_step_is_refused():
+    """The gradients of the second have to be those after the first, of all samples."""
+
+    class Twice(OwnTrainStep):
+        def train_step(self, state, data):
+            _, state = super().train_step(state, data)
+            return super().train_step(state, data)
+
+    model = compiled(Twice(), microbatch_size=8)
+    model(X[:2])
+    before = model.get_weights()
+    with pytest.raises(ContextError) as error:
+        model.fit(X, Y, batch_size=21, verbose=0)
+    assert "a train_step that applies gradients several times" in str(error.value)
+    assert "KERAS_BACKEND=tensorflow" in str(error.value)
+    assert largest_difference(model.get_weights(), before) == 0
+
+
 def test_fit_twice_with_an_average_of_weights():
     """After the first, weights and their average are the same arrays."""
     model = dense()
@@ -159,6 +187,19 @@ def test_what_depends_on_samples():
     assert dependence.independent_outputs(alone, [0], {}) == {0, 2}
 
 
+def test_what_is_added_to():
+    """Such a metric may have a value on each device; the others must not."""
+
+    def function(x, total, most, mean, twice):
+        added = jax.jit(jax.numpy.add)(total, jax.numpy.sum(x))
+        return added, jax.numpy.maximum(most, x[0]), 0.9 * mean + x[0], twice + twice
+
+    jaxpr = jax.make_jaxpr(function)(np.ones(3), 1.0, 2.0, 3.0, 4.0).jaxpr
+    found = [dependence.is_added_to(jaxpr, n, n + 1) for n in range(4)]
+    assert found == [True, False, False, False]
+    assert not dependence.is_added_to(jaxpr, 0, 2)
+
+
 def test_private_names_of_keras():
     """What `backends/jax/compat.py` uses: an upgrade of Keras breaks here first."""
     model = compiled()
@@ -167,6 +208,8 @@ def test_private_names_of_keras():
     assert callable(model._symbolic_build)
     assert model._jax_state is None
     assert model._losses_override == []
+    iterator = __import__("keras.src.backend.jax.trainer", fromlist=["*"]).JAXEpochIterator
+    assert callable(iterator._get_iterator)
     module = __import__("keras.src.backend.jax.random", fromlist=["jax"])
     assert module.jax is jax
     assert all(isinstance(one, jax.Array) for one in values_of(model.variables))

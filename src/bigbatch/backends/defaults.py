@@ -43,6 +43,15 @@ class Defaults:
         del accumulation, data, size
         return False
 
+    def totals_so_far(self, accumulation: Any) -> Any:
+        """Return what has been added up, as far as it is logged before a batch is complete."""
+        return accumulation.value()
+
+    def remarks(self, accumulation: Any) -> list[str]:
+        """Return what to say of how micro-batches run, once they have been traced."""
+        del accumulation
+        return []
+
     def without_effects(self, model: Any) -> Block[None]:
         """Return a block in which a model is called for shapes and masks, and nothing else.
 

@@ -178,17 +178,7 @@ def check_model(model: Any) -> None:
 
 
 def check_keras_3(model: Any, what: str) -> None:
-    """Raise if `what`, which is for Keras 3 on TensorFlow or torch, is asked for another."""
-    if is_keras_3(model) and keras.backend.backend() == "jax":
-        raise ArgumentError(
-            explain(
-                received=f"{what} for the model {model.name!r} on the backend "
-                f"{keras.backend.backend()!r}",
-                expected="a model of Keras 3 on TensorFlow or torch",
-                fix='bigbatch.accumulate works here, with microbatch_size="auto" too; to try '
-                "this out, run the same script with KERAS_BACKEND=tensorflow",
-            )
-        )
+    """Raise if `what`, which is for Keras 3, is asked for a model of Keras 2."""
     if not is_keras_3(model):
         raise ArgumentError(
             explain(

@@ -56,7 +56,7 @@ def verify(
     samples of a batch meet, whether they meet in the loss.
 
     Args:
-        model: a compiled Keras 3 model (on TensorFlow or torch), on one device.
+        model: a compiled Keras 3 model (on TensorFlow, JAX or torch), on one device.
         x: the inputs of one batch: arrays or tensors, in any nest; or a data set (`tf.data`,
             `keras.utils.PyDataset`), whose first batch is taken.
         y: the targets, if there are any.

@@ -226,8 +226,8 @@ def _of_loss(
             where,
             f"its loss is a sum over samples, of which micro-batches give the mean; {of}",
             size,
-            "divide the loss by the number of samples (tf.shape(x)[0]), and multiply the "
-            "learning rate by that of the batch",
+            "divide the loss by the number of samples, the first dimension of x, and multiply "
+            "the learning rate by that of the batch",
         )
     if logs_agree:
         return Cause(

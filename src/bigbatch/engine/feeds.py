@@ -107,7 +107,7 @@ class Batches:
         else:
             self._run_now(trainer, iterator, count)
             is_last = bool(self.batches_per_epoch) and self._asked >= self.batches_per_epoch
-            if is_last and self._filled and not is_iterator:
+            if is_last and self._filled:  # callbacks are to see logs of all of it
                 self._logs = self._finish(trainer)
         return self._logs
 

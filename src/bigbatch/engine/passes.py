@@ -48,6 +48,7 @@ class Passes:
         self._backend = backend_of(model)
         self._made: dict[int, Any] = {}
         self._plan: Plan | None = None
+        self._said: list[str] = []
         self.all_updates = self._pass(ALL_UPDATES)
         """What captures all updates, which shows what they depend on."""
         self.each = [self.all_updates]
@@ -102,6 +103,10 @@ class Passes:
         self._make(self.all_updates.microbatch.lengths)
         for one in self._others():
             one.runs.prepare(types, size)
+        for remark in self._backend.remarks(self.all_updates.runs):
+            if remark not in self._said:
+                self._said.append(remark)
+                self._say(remark)
 
     def trace_again(self, types: Any, size: int | None) -> None:
         """Trace once more what has been traced, as a micro-batch is to do something else."""

@@ -225,7 +225,7 @@ class Phases(PhaseState):
         ops = self._ops
 
         def logs() -> tuple[Any, Any]:
-            totals = self.passes[-1].runs.value()
+            totals = self._backend.totals_so_far(self.passes[-1].runs)
             return self.microbatch.logs.so_far(totals.logs, totals.samples), totals.samples
 
         replicas = self._backend.on_replicas(self._model, logs)

@@ -54,7 +54,7 @@ def plan(
     `accumulate` has been called is planned for as it is set up there.
 
     Args:
-        model: a compiled Keras 3 model (on TensorFlow or torch).
+        model: a compiled Keras 3 model (on TensorFlow, JAX or torch).
         x: inputs, as `fit` takes them: arrays or tensors, in any nest; or a `tf.data.Dataset`
             or `keras.utils.PyDataset` of batches, of which the one with the longest samples is
             planned for.
@@ -177,8 +177,14 @@ class _Trials:
             self._parts(MemoryCurve(peaks)),
             tuple(measured),
             too_large if there <= here or len(peaks) < 2 else None,
-            () if self._memory.is_hard else (_ROUGH + self._memory.TO_COUNT,),
+            self._remarks(),
         )
+
+    def _remarks(self) -> tuple[str, ...]:
+        """Return what to know of the measurements."""
+        if self._memory.is_hard:
+            return ()
+        return (getattr(self._memory, "HOW", _ROUGH + self._memory.TO_COUNT),)
 
     def _here(self) -> float:
         """Return the bytes that this device has for the model, infinite if it does not say."""
@@ -192,6 +198,8 @@ class _Trials:
     def _run(self, size: int) -> None:
         # Two micro-batches, so that what is added up is there too.
         data = self._batch(2 * size)
+        if self._trainer.phases.knows_bytes(data, size):
+            return
         for _ in range(_UPDATES):
             self._trainer.train_on(data, size)
 

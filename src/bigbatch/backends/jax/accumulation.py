@@ -8,17 +8,19 @@ slower. Rows are cut before the call, so that a program serves every micro-batch
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable
+import functools
+from typing import Any, Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 
 from bigbatch.backends.jax import data as batches
-from bigbatch.backends.jax.compat import number_of_terms, seeds_of
-from bigbatch.backends.jax.dependence import independent_outputs
+from bigbatch.backends.jax.compat import number_of_terms, quickly, seeds_of
+from bigbatch.backends.jax.dependence import independent_outputs, is_added_to
 from bigbatch.backends.jax.draws import MicrobatchRows, drawing, places_of
 from bigbatch.backends.jax.memory import note_bytes_of, noticing
 from bigbatch.backends.jax.ops import Rows, weight_dtype, widened
+from bigbatch.backends.jax.shards import ShardedSums, Shards, current_shards
 from bigbatch.backends.jax.state import assign, scope_of, values_of, variables_of
 
 
@@ -70,7 +72,42 @@ class Accumulation:
                 self._start_anew(places)
                 traced = self._program.trace(*arguments)
         self._shapes = traced.out_info[0]
+        self._effects |= {type(one).__name__ for one in traced.jaxpr.effects}
         self._find_once(traced.jaxpr, arguments)
+        if self._sharded is None and not self.remarks:
+            self._shard(traced.jaxpr, arguments)
+
+    def _shard(self, jaxpr: Any, arguments: tuple[Any, ...]) -> None:
+        """Let each device add up what it runs, if there are several and nothing forbids it."""
+        shards = current_shards()
+        if shards is None or not hasattr(self._totals(self._shapes), "gradients"):
+            return
+        try:
+            self._sharded = self._sums_on(shards, jaxpr, arguments)
+        except Exception as error:  # whatever a `train_step` does that cannot be mapped
+            self._shards = shards
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.remarks.append(
+                f"bigbatch: gradients are reduced in every micro-batch, not once: {reason}"
+            )
+
+    def _sums_on(self, shards: Shards, jaxpr: Any, arguments: tuple[Any, ...]) -> ShardedSums:
+        if self._is_eager:
+            raise NotImplementedError("micro-batches are not compiled")
+        if any(self._is_rows):
+            raise NotImplementedError("something is logged, or kept, for every sample")
+        variables = self._changing()
+        before = len(jax.tree.leaves(arguments[0]))
+        outputs = len(jaxpr.jaxpr.outvars) - len(variables)
+        for number, one in enumerate(variables):
+            is_sum = is_added_to(jaxpr.jaxpr, outputs + number, before + number)
+            if id(one) not in self.once and not (self._is_metric(one) and is_sum):
+                raise NotImplementedError(f"{one.path!r} is not a sum over samples")
+        is_same = [id(one) in self.once for one in variables]
+        sharded = ShardedSums(shards, self._pure, self._shapes, is_same)
+        data = arguments[-1]
+        sharded.lowered(*self._abstract_arguments(data, batches.sample_count(data)))
+        return sharded
 
     def _find_once(self, jaxpr: Any, arguments: tuple[Any, ...]) -> None:
         """Note which variables get a value that does not depend on samples."""
@@ -123,10 +160,8 @@ class Accumulation:
         listed = [leaf.values for leaf in leaves if _is_rows(leaf)]
         return added, listed, values[len(fixed) :]
 
-    def _add(
-        self, sums: Any, fixed: Any, changing: Any, context: Any, start: Any, data: Any
-    ) -> Any:
-        result, listed, changing = self._program(fixed, changing, context, start, data)
+    def _add(self, program: Callable[..., Any], sums: Any, *arguments: Any) -> Any:
+        result, listed, changing = program(*arguments)
         added = [one + other.astype(one.dtype) for one, other in zip(sums, result)]
         return added, listed, changing
 
@@ -134,7 +169,7 @@ class Accumulation:
         self._places = places
         # Methods, not closures of this call: of a lambda there would be a second trace.
         self._program: Any = jax.jit(self._pure_again())
-        self._step = self._add if self._is_eager else jax.jit(self._add, donate_argnums=0)
+        self._step: Any = jax.jit(functools.partial(self._add, self._program), donate_argnums=0)
 
     def _pure_again(self) -> Callable[..., Any]:
         """Return `_pure` as a function that nothing has been traced of."""
@@ -151,7 +186,12 @@ class Accumulation:
 
     def forget(self) -> None:
         """Forget what was traced."""
+        self._sharded: ShardedSums | None = None
+        self._shards: Shards | None = None
+        self.remarks: list[str] = []
+        """What to say of how micro-batches run."""
         self._drawn: list[Any] = []
+        self._effects: set[str] = set()
         self._is_rows: list[bool] = []
         self._structure: Any = None
         self._shapes: Any = None
@@ -169,6 +209,8 @@ class Accumulation:
         """Give back the memory of a sum that has been read."""
         self._sums = None
         self._listed: list[list[Any]] = []
+        if self._sharded is not None:
+            self._sharded.held = None
 
     def add(self, context: Any, data: Any, size: int | None = None) -> None:
         """Run micro-batches of `size` samples, or one of all of them, and add them up."""
@@ -178,10 +220,61 @@ class Accumulation:
         # As long as it was traced: without counts there are no denominators in it.
         missing = 2 + number_of_terms(self._model) - context.shape[0]
         context = jnp.pad(context, (0, max(missing, 0)))
-        for start in range(0, count, size):
-            part = batches.rows(data, start, min(size, count - start))
+        cuts = ((start, min(size, count - start)) for start in range(0, count, size))
+        if self._sharded is not None:
+            cuts = self._sharded.shards.cuts(count, size)
+        for start, number in cuts:
+            part = batches.rows(data, start, number)
+            if self._shards is not None:  # and the compiler reduces
+                part = self._shards.placed(part)
             self._run(fixed, context, self._samples + start, part)
         self._samples += count
+
+    # For the few samples that are compared whole and cut.
+
+    @property
+    def is_any_size(self) -> bool:
+        """Whether micro-batches may have any number of samples, as far as is declared."""
+        inputs = getattr(self._model, "inputs", None) or ()
+        return all(one.shape[:1] in ((), (None,)) for one in inputs)
+
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether each sample has random numbers of its own, by its place in the batch."""
+        return any(self._drawn if self._places is None else self._places)
+
+    def assigned(self) -> list[Any]:
+        """Return the variables that a micro-batch may change, metrics left out."""
+        return [one for one in self._changing() if not self._is_metric(one)]
+
+    def effects(self) -> set[str]:
+        """Return what a micro-batch does outside of its program."""
+        return self._effects
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Return a block in which micro-batches are tried, and programs are not kept.
+
+        They read the switch of batch normalisation when they are traced.
+        """
+        before = self._step, self._sharded, self._shards
+
+        def try_samples(*arguments: Any) -> Any:
+            return self._add(self._pure, *arguments)
+
+        self._step = jax.jit(try_samples, donate_argnums=0, compiler_options=quickly())
+        self._sharded = self._shards = None  # a few samples are not worth sharing
+        try:
+            yield
+        finally:
+            self._step, self._sharded, self._shards = before
+
+    def run_eagerly(self, context: Any, data: Any, start: int) -> Any:
+        """Return what `compute` does for one micro-batch, run by Python, to be looked at."""
+        variables = [*self._fixed(), *self._changing()]
+        rows = MicrobatchRows(jnp.uint32(start), batches.sample_count(data), self._places)
+        with scope_of(variables, values_of(variables)), drawing(rows):
+            return self._compute(context, data)
 
     def note_bytes(self, data: Any, size: int) -> bool:
         """Let the compiler say what a micro-batch of `size` samples takes; run nothing."""
@@ -193,7 +286,11 @@ class Accumulation:
             lambda s: jax.ShapeDtypeStruct(s.shape, widened(s.dtype)), self._shapes
         )
         arguments = self._abstract_arguments(types, batches.sample_count(types))
-        note_bytes_of(self._step.lower(sums, *arguments).compile())
+        if self._sharded is not None:
+            lowered = self._sharded.lowered(*arguments)
+        else:
+            lowered = self._step.lower(sums, *arguments)
+        note_bytes_of(lowered.compile(), batches.bytes_of([sums, types]))
         return True
 
     def _run(self, fixed: list[Any], context: Any, start: int, part: Any) -> None:
@@ -204,6 +301,10 @@ class Accumulation:
         arguments = fixed, values, context, jnp.uint32(start), part
         if self._is_eager:
             self._add_eagerly(arguments)
+            return
+        if self._sharded is not None:
+            same = self._sharded.apart(variables)[1]
+            assign(same, self._sharded.add(*arguments))
             return
         sums = self._begun() if self._sums is None else self._sums
         self._sums = None  # overwritten
@@ -233,9 +334,27 @@ class Accumulation:
 
     def value(self) -> Any:
         """Return the sum so far, in the structure that `compute` returns."""
-        sums = iter(self._sums or ())
+        return self._reduced(lambda sums: sums)
+
+    def so_far(self) -> Any:
+        """Return the sum so far of what is logged; gradients stay on their devices."""
+        return self._reduced(lambda sums: sums._replace(gradients=[]))
+
+    def _reduced(self, select: Callable[[Any], Any]) -> Any:
+        """Return what `select` leaves of the sum so far, over all devices."""
+        sharded = self._sharded
+        if sharded is None or sharded.held is None:
+            return select(self._totals(self._sums or ()))
+        sums, metrics = sharded.held
+        sums, metrics = sharded.reduce((select(self._totals(sums)), metrics))
+        assign(sharded.apart(self._changing())[0], metrics)
+        return sums
+
+    def _totals(self, sums: Iterable[Any]) -> Any:
+        """Return sums, and rows that are listed, in the structure that `compute` returns."""
+        sums = iter(sums)
         listed = (Rows(jnp.concatenate(parts)) for parts in zip(*self._listed))
-        leaves = [next(listed) if rows else next(sums) for rows in self._is_rows]
+        leaves = [next(listed, None) if rows else next(sums) for rows in self._is_rows]
         return jax.tree.unflatten(self._structure, leaves)
 
 

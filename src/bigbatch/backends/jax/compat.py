@@ -6,6 +6,8 @@ import contextlib
 import importlib
 from typing import Any
 
+import jax
+
 from bigbatch.backends.keras import layers_of
 from bigbatch.core.patching import replaced
 
@@ -19,6 +21,14 @@ PARTS = (
     "metrics_variables",
 )
 """The parts of the state of a model, by the names under which Keras keeps them."""
+
+
+_QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def quickly() -> dict[str, Any] | None:
+    """Return options for programs that run once or twice: half the time to compile on a CPU."""
+    return _QUICKLY if jax.default_backend() == "cpu" else None
 
 
 def seeds_of(model: Any) -> list[Any]:
@@ -52,3 +62,11 @@ def update_metrics(model: Any, metrics: list[Any], loss: Any, data: Any) -> Any:
     """Return logs, and the values of metrics after a batch, as `train_step` does."""
     x, y, y_pred, sample_weight = data
     return model._update_metrics_variables(metrics, loss, x, y, y_pred, sample_weight)
+
+
+def leave_on_host(epoch_iterator: Any) -> None:
+    """Let `fit` hand over batches as its data has them, not spread over devices.
+
+    Keras raises if their samples do not divide by the devices.
+    """
+    epoch_iterator._get_iterator = epoch_iterator.data_adapter.get_jax_iterator

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from jax.experimental import sparse
 
+from bigbatch.backends.longest import ROWS, longest_of
 from bigbatch.errors import ArgumentError, explain
 
 END_OF_DATA = (StopIteration,)
@@ -144,6 +145,30 @@ def is_on_device(leaf: Any) -> bool:
 @functools.partial(jax.jit, static_argnums=2)
 def _cut(leaf: Any, start: Any, count: int) -> Any:
     return jax.lax.dynamic_slice_in_dim(leaf, start, count)
+
+
+def first_batch(data: Any) -> Any:
+    """Return the first batch of a data set; `None` if this is none."""
+    if isinstance(data, keras.utils.PyDataset):
+        return data[0]
+    is_data_set = hasattr(data, "as_numpy_iterator")  # `tf.data`, which is not imported here
+    return next(iter(data.as_numpy_iterator())) if is_data_set else None
+
+
+def longest(x: Any, y: Any, sample_weight: Any) -> Any:
+    """Return a batch whose samples are as large as they get in the data."""
+    found: Any = None
+    if isinstance(x, keras.utils.PyDataset):
+        found = map(x.__getitem__, range(x.num_batches or 0))
+    elif hasattr(x, "as_numpy_iterator"):  # `tf.data`: its cardinality is negative without end
+        found = x.as_numpy_iterator() if int(x.cardinality()) != -1 else ()
+
+    def some(data: Any) -> Any:
+        return as_fit_has_them(jax.tree.map(lambda leaf: leaf[:ROWS], data))
+
+    return longest_of(
+        (x, y, sample_weight), found, some, lambda rows: bytes_of(rows) / sample_count(rows)
+    )
 
 
 def first_rows(data: Any, count: int) -> Any:

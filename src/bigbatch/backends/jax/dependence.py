@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Iterable
 
 _INSIDE = ("jaxpr", "call_jaxpr")
+_PLUS, _OTHER = "plus", "other"
 
 
 def independent_outputs(
@@ -40,6 +41,45 @@ def _tainted_outputs(jaxpr: Any, inputs: set[int]) -> set[int]:
             reached = _tainted_outputs(inner, given)
         tainted |= {id(equation.outvars[number]) for number in reached}
     return {n for n, one in enumerate(jaxpr.outvars) if id(one) in tainted}
+
+
+def is_added_to(jaxpr: Any, output: int, start: int) -> bool:
+    """Say whether an output is an input plus something that does not depend on that input.
+
+    Args:
+        jaxpr: a traced function.
+        output: the number of the output.
+        start: the number of the input.
+    """
+    return _roles(jaxpr, {start: _PLUS}).get(output) == _PLUS
+
+
+def _roles(jaxpr: Any, given: dict[int, str]) -> dict[int, str]:
+    """Return by number which outputs are an input plus something, or depend otherwise on it."""
+    roles = {id(jaxpr.invars[number]): role for number, role in given.items()}
+    for equation in jaxpr.eqns:
+        of_inputs = {
+            n: roles[id(one)] for n, one in enumerate(equation.invars) if id(one) in roles
+        }
+        if not of_inputs:
+            continue
+        inner = _inner(equation)
+        if inner is not None:
+            found = _roles(inner, of_inputs)
+        else:
+            is_plus = [*of_inputs.values()] == [_PLUS] and _adds(equation, *of_inputs)
+            found = dict.fromkeys(range(len(equation.outvars)), _PLUS if is_plus else _OTHER)
+        roles.update((id(equation.outvars[number]), role) for number, role in found.items())
+    return {n: roles[id(one)] for n, one in enumerate(jaxpr.outvars) if id(one) in roles}
+
+
+def _adds(equation: Any, number: int) -> bool:
+    """Say whether an equation adds to its input of that number, or leaves it as it is."""
+    one, result = equation.invars[number].aval, equation.outvars[0].aval
+    if (one.shape, one.dtype) != (result.shape, result.dtype):
+        return False
+    name = equation.primitive.name
+    return name in ("add", "add_any", "convert_element_type") or (name == "sub" and not number)
 
 
 def _inner(equation: Any) -> Any:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Callable
+import weakref
+from typing import Any, Callable, Iterator
 
+import jax
+
+from bigbatch.backends.jax.compat import leave_on_host
 from bigbatch.backends.jax.mechanics import JaxBackend
-from bigbatch.backends.jax.state import assign, values_of, variables_of
+from bigbatch.backends.jax.shards import current_shards
+from bigbatch.backends.jax.state import (
+    Cell,
+    assign,
+    packed,
+    values_of,
+    variables_of,
+    without_repetitions,
+)
 from bigbatch.backends.keras import layers_of, optimizers_of
 from bigbatch.backends.keras3 import Keras3
 from bigbatch.core.patching import replaced
 from bigbatch.errors import ArgumentError, ContextError, explain
+
+_WITH_HOST_BATCHES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models whose `fit` has begun, and has not built them yet."""
 
 
 class Keras3OnJax(Keras3, JaxBackend):
@@ -28,6 +43,23 @@ class Keras3OnJax(Keras3, JaxBackend):
                 )
             )
         return super().methods(model, hooks)
+
+    def fit(
+        self, hooks: Any, fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `fit`; batches stay on the host if devices share micro-batches."""
+        if current_shards() is not None:
+            _WITH_HOST_BATCHES.add(model)
+        try:
+            return super().fit(hooks, fit, model, *args, **kwargs)
+        finally:
+            _WITH_HOST_BATCHES.discard(model)
+
+    def build_before_fit(self, model: Any, iterator: Any, data_batch: Any) -> None:
+        if iterator is not None and model in _WITH_HOST_BATCHES:
+            _WITH_HOST_BATCHES.discard(model)  # those that validate are Keras' own
+            leave_on_host(iterator)
+        super().build_before_fit(model, iterator, data_batch)
 
     def build(self, model: Any, data: Any) -> bool:
         """Create the state of a model for such data, as `fit` has done before."""
@@ -85,6 +117,56 @@ class Keras3OnJax(Keras3, JaxBackend):
         stack.enter_context(super().capturing(optimizer, apply, weigh))
         stack.enter_context(replaced(optimizer, stateless_apply=stateless_apply))
         return stack
+
+    # What diagnostics ask for.
+
+    def longest(self, x: Any, y: Any, sample_weight: Any) -> Any:
+        """Return a batch whose samples are as large as they get in the data."""
+        return self.data.longest(x, y, sample_weight)
+
+    def build_under_strategy(self, model: Any, iterator: Any, data_batch: Any) -> None:
+        """Build a model, as `fit` does."""
+        self.build_before_fit(model, iterator, data_batch)
+
+    def plain_train_function(self, model: Any) -> Callable[[Any], dict[str, Any]]:
+        """Return what Keras itself trains a model with, on one batch."""
+        step = model.train_step
+        # As a function of its own: JAX would remember a trace in which layers did otherwise.
+        with replaced(model, train_step=lambda state, data: step(state, data)):
+            type(model).make_train_function(model, force=True)
+        train = model.train_function
+
+        def train_on(data: Any) -> dict[str, Any]:
+            parts = variables_of(model)
+            state = without_repetitions([value for part in parts for value in values_of(part)])
+            logs, new = train(packed(parts, state), iter([data]))
+            for part, values in zip(parts, new):
+                assign(part, values)
+            return logs
+
+        return train_on
+
+    @contextlib.contextmanager
+    def noting_gradients(self, model: Any) -> Iterator[dict[int, Cell]]:
+        """Return a block in which the gradients that optimizers are given are noted."""
+        noted: dict[int, Cell] = {}
+
+        def note(keys: list[int], gradients: list[Any]) -> None:
+            noted.update((key, Cell(value)) for key, value in zip(keys, gradients))
+
+        def noting(optimizer: Any, apply: Any, slots: Any, grads: Any, weights: Any) -> Any:
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            pairs = zip(inner._trainable_variables, grads)
+            given = {id(one): gradient for one, gradient in pairs if gradient is not None}
+            jax.debug.callback(functools.partial(note, [*given]), [*given.values()])
+            return apply(slots, grads, weights)
+
+        with contextlib.ExitStack() as stack:
+            for one in optimizers_of(model):
+                instead = functools.partial(noting, one, one.stateless_apply)
+                stack.enter_context(replaced(one, stateless_apply=instead))
+            yield noted
+            jax.effects_barrier()  # or some may still be on their way
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:

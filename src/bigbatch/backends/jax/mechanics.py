@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any, Callable, Iterable, Iterator
 
 import jax
 
 from bigbatch.backends.base import Backend
-from bigbatch.backends.jax import data, ops, state
+from bigbatch.backends.jax import data, few_samples, ops, state
 from bigbatch.backends.jax.accumulation import Accumulation
 from bigbatch.backends.jax.memory import Memory, OutOfMemoryError, noticing
 from bigbatch.backends.jax.sample import JaxSample, sample_of
@@ -16,12 +17,15 @@ from bigbatch.backends.jax.table import Table
 from bigbatch.backends.jax.two_passes import TwoPasses
 from bigbatch.backends.one_replica import OneReplica
 
+_SWITCHES: weakref.WeakKeyDictionary[Any, state.Cell] = weakref.WeakKeyDictionary()
+
 
 class JaxBackend(OneReplica, Backend):
     """The part of a backend that knows JAX."""
 
     ops = ops
     data = data
+    few_samples = few_samples
     OUT_OF_MEMORY = OutOfMemoryError
 
     def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,6 +147,17 @@ class JaxBackend(OneReplica, Backend):
 
     def knows_bytes(self, accumulation: Accumulation, data: Any, size: int) -> bool:
         return accumulation.note_bytes(data, size)
+
+    def totals_so_far(self, accumulation: Accumulation) -> Any:
+        return accumulation.so_far()
+
+    def remarks(self, accumulation: Accumulation) -> list[str]:
+        return accumulation.remarks
+
+    def switch(self, model: Any) -> state.Cell:
+        if model not in _SWITCHES:
+            _SWITCHES[model] = state.Cell(False)
+        return _SWITCHES[model]
 
     def sample(self, model: Any, data: Any, rows: int) -> JaxSample:
         return sample_of(self, model, data, rows)

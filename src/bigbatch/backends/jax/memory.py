@@ -31,11 +31,14 @@ def noticing() -> Iterator[None]:
         raise
 
 
-def note_bytes_of(compiled: Any) -> None:
-    """Note what a compiled program takes beside its arguments that are there already."""
+def note_bytes_of(compiled: Any, overwritten: int) -> None:
+    """Note what a compiled program takes beside its arguments that are there already.
+
+    `overwritten` are the bytes of arguments that are not there yet: it is given them.
+    """
     analysis = compiled.memory_analysis()
     made = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    noted = analysis.temp_size_in_bytes + max(made, 0)
+    noted = analysis.temp_size_in_bytes + max(made, 0) + overwritten
     _local.noted = max(getattr(_local, "noted", 0), noted)
 
 
@@ -46,6 +49,10 @@ class Memory:
     """
 
     OUT_OF_MEMORY = OutOfMemoryError
+    TO_COUNT = "use a GPU, whose allocator says what there is"
+    """What to do if a device does not say what is in use."""
+    HOW = "memory is what the compiler says of the program of a micro-batch, which was not run"
+    """Where peaks come from."""
     is_hard = False
     """Whether peaks can be measured: JAX has none that can be started anew."""
 
@@ -66,11 +73,11 @@ class Memory:
         return None if free is None else self.in_use() + free
 
     def in_use(self) -> int:
-        """Return the bytes in use on the device, on a CPU by this process."""
+        """Return the bytes in use on the device, on a CPU those of arrays."""
         stats = self._stats()
         if stats:
             return stats.get("bytes_in_use", 0)
-        return _kilobytes(_STATUS, "VmRSS") or 0
+        return sum(one.nbytes for one in jax.live_arrays())
 
     def peak_of(self, function: Callable[[], Any]) -> int:
         """Call a function that notes what programs take; return the bytes in use with them."""

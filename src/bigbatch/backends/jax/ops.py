@@ -103,6 +103,16 @@ def like(value: Any, other: Any) -> Any:
     return jnp.asarray(value).astype(other.dtype)
 
 
+def shaped_like(value: Any, other: Any) -> Any:
+    """Return a value in the shape and the type of another."""
+    return jnp.reshape(value, other.shape).astype(other.dtype)
+
+
+def dense(value: Any) -> Any:
+    """Return a gradient as it is: there are no sparse ones."""
+    return value
+
+
 def ones() -> Any:
     """Return the weight one."""
     return weight(1)

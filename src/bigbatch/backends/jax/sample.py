@@ -13,7 +13,7 @@ from keras import tree
 
 from bigbatch.backends.base import Backend
 from bigbatch.backends.jax import data as batches
-from bigbatch.backends.jax.state import scope_of, values_of, variables_of
+from bigbatch.backends.jax.state import assign, scope_of, values_of, variables_of
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.sample import Sample, keys_of_rows
 from bigbatch.core.patching import replaced
@@ -48,6 +48,18 @@ class JaxSample(Sample):
 
     def mixing_layers(self, running: Any) -> list[Any]:
         """Return the layers that mix samples, in a block in which the model runs."""
+        return self._layers_where(self._mixes, running)
+
+    def random_layers(self) -> list[Any]:
+        """Return the layers that draw random numbers."""
+        return self._layers_where(self._draws, contextlib.nullcontext())
+
+    def changing_layers(self) -> list[Any]:
+        """Return the layers whose weights change when they are called, and matter then."""
+        return self._layers_where(self._changes, contextlib.nullcontext())
+
+    def _layers_where(self, test: Callable[..., bool], running: Any) -> list[Any]:
+        """Return the layers that pass a test of a call, not those around them."""
         found: list[Any] = []
         is_test = False
 
@@ -56,7 +68,7 @@ class JaxSample(Sample):
             if not is_test and layer not in found:
                 is_test = True
                 try:
-                    if self._mixes(call, args, kwargs):
+                    if test(layer, functools.partial(_called, call, args, kwargs)):
                         found.append(layer)
                 finally:
                     is_test = False
@@ -70,15 +82,30 @@ class JaxSample(Sample):
         inside = {id(one): {id(part) for part in layers_of(one)} for one in found}
         return [layer for layer in found if not inside[id(layer)] & set(inside)]
 
-    def _mixes(self, call: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    def _mixes(self, layer: Any, call: Callable[..., list[Any]]) -> bool:
         """Say whether the outputs of a call for some samples depend on the others."""
+        del layer
 
         def outputs(change: Callable[[Any], Any]) -> list[Any]:
-            changed: Any = tree.map_structure(change, (args, kwargs))
             with self.undone():
-                return tree.flatten(call(*changed[0], **changed[1]))
+                return call(change)
 
         return self._differ(outputs(lambda leaf: leaf), outputs(self._with_others))
+
+    def _draws(self, layer: Any, call: Callable[..., list[Any]]) -> bool:
+        """Say whether a call gives something else the next time, from the same weights."""
+        with self.undone():
+            before = values_of(layer.weights)  # without the state of random layers
+            outputs = call()
+            assign(layer.weights, before)
+            return self._differ(outputs, call())
+
+    def _changes(self, layer: Any, call: Callable[..., list[Any]]) -> bool:
+        """Say whether a call that draws nothing gives something else the next time."""
+        if self._draws(layer, call):
+            return False
+        with self.undone():
+            return self._differ(call(), call())
 
     def _with_others(self, leaf: Any) -> Any:
         """Return `leaf` with other rows in its second half."""
@@ -99,6 +126,17 @@ class JaxSample(Sample):
             if np.max(np.abs(one - other)) > rounding * np.max(np.abs(one)):
                 return True
         return False
+
+
+def _called(
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    change: Callable[[Any], Any] = lambda leaf: leaf,
+) -> list[Any]:
+    """Return the outputs of a call, perhaps with other inputs."""
+    changed: Any = tree.map_structure(change, (args, kwargs))
+    return tree.flatten(call(*changed[0], **changed[1]))
 
 
 def sample_of(backend: Backend, model: Any, data: Any, rows: int) -> JaxSample:

@@ -116,14 +116,15 @@ def train_function(
             try:
                 logs = train(iterator)
             except BaseException:
-                set_state(model, _packed(parts, current()))  # or the weights would be lost
+                set_state(model, packed(parts, current()))  # or the weights would be lost
                 raise
-            return logs, _packed(parts, current())
+            return logs, packed(parts, current())
 
     return train_on_next
 
 
-def _packed(parts: Iterable[list[Any]], values: list[Any]) -> tuple[list[Any], ...]:
+def packed(parts: Iterable[list[Any]], values: list[Any]) -> tuple[list[Any], ...]:
+    """Return values in the parts of the state of a model."""
     left = iter(values)
     return tuple([next(left) for _ in part] for part in parts)
 
@@ -196,13 +197,14 @@ class Rollback:
 def unchanged(variables: Iterable[Any]) -> Iterator[Callable[[], None]]:
     """Return a block after which variables are as before; it gives a way to go back sooner.
 
-    The copies are in the memory of the host: an update gives the arrays of weights away.
+    There are copies in the memory of the host, too: an update gives the arrays of weights away.
     """
-    copies = [(variable, np.array(variable.value)) for variable in variables]
+    copies = [(one, one.value, np.array(one.value)) for one in variables]
 
     def put_back() -> None:
-        for variable, copy in copies:
-            variable.assign(jax.numpy.asarray(copy))
+        for variable, value, copy in copies:
+            is_lost = not isinstance(value, jax.Array) or value.is_deleted()
+            variable.assign(jax.numpy.asarray(copy) if is_lost else value)
 
     try:
         yield put_back

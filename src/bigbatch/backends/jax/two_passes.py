@@ -20,6 +20,7 @@ from bigbatch.backends.jax.compat import losses_replaced, stateless_call, update
 from bigbatch.backends.jax.draws import MicrobatchRows, drawing, places_of
 from bigbatch.backends.jax.memory import noticing
 from bigbatch.backends.jax.ops import widened
+from bigbatch.backends.jax.shards import current_shards
 from bigbatch.backends.jax.state import assign, scope_of, values_of, variables_of
 from bigbatch.backends.keras import mask_of, set_mask
 
@@ -86,7 +87,8 @@ class TwoPasses:
         return sums, of_layers, logs
 
     def _inputs(self, data: Any) -> Any:
-        return self._backend.unpacked(data)[0]
+        shards, x = current_shards(), self._backend.unpacked(data)[0]
+        return x if shards is None else shards.placed(x)
 
     def _look_at(self, data: Any, size: int) -> None:
         """Find out which draws follow the samples."""
@@ -96,7 +98,8 @@ class TwoPasses:
             def micro(leaf: Any) -> Any:
                 return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype)
 
-            x = jax.tree.map(micro, jax.tree.map(batches.type_of, self._inputs(data)))
+            x = self._backend.unpacked(data)[0]
+            x = jax.tree.map(micro, jax.tree.map(batches.type_of, x))
             start = jax.ShapeDtypeStruct((), jnp.uint32)
             # As a function of its own, or a trace with other places would be remembered.
             jax.eval_shape(lambda *all: self._forward(*all), weights, others, start, x, 1.0)
