@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import torch
 
-from bigbatch.backends.torch import compat, draws
+from bigbatch.backends.torch import compat, dependence, draws
 from bigbatch.backends.torch.keras3 import BUILD_BEFORE_FIT, END_OF_EPOCH
 from bigbatch.backends.torch.memory import is_out_of_memory
 
@@ -30,6 +30,43 @@ def test_draws_go_through_one_module():
         keras.layers.Dropout(0.5, seed=1)(np.ones((4, 5)), training=True)
         keras.random.truncated_normal((2,), seed=1)
     assert seen == [(2, 3), (4, 5), (2,), (2, 4)]
+
+
+def test_a_tensor_counts_its_changes():
+    variable = keras.Variable(np.zeros(2))
+    before = compat.version_of(variable.value)
+    _ = variable + 1
+    assert compat.version_of(variable.value) == before
+    variable.assign(np.zeros(2))
+    assert compat.version_of(variable.value) != before
+
+
+def test_the_memory_of_a_tensor_has_a_number_that_is_not_used_again():
+    one = torch.zeros(3)
+    number = compat.address_of(one.untyped_storage())
+    assert number == compat.address_of(one[1:].detach().untyped_storage())
+    reference = compat.weak_reference_to(one.untyped_storage())
+    del one
+    assert number not in {compat.address_of(torch.zeros(3).untyped_storage())}
+    assert reference.expired()
+
+
+def test_operations_are_noted_in_the_backward_pass_too():
+    weight = torch.ones(2, requires_grad=True)
+    noted = dependence.Operations([weight], lambda _: [])
+    with dependence.noting(noted):
+        loss = (weight * torch.ones(2)).sum()
+        forward = len(noted.all)
+        loss.backward()
+        backward = len(noted.all)
+        weight.detach().numpy()
+    assert noted.memory.of(weight)[0] in {number for one in noted.all for number in one.read}
+    assert backward > forward
+    assert noted.memory.of(weight.grad)[0] in {
+        number for one in noted.all[forward:backward] for number in one.written
+    }
+    assert [one.read for one in noted.all if one.is_seen] == [noted.memory.of(weight)]
+    assert not any(noted.memory.of(weight)[0] in one.written for one in noted.all)
 
 
 def test_dropout_without_a_seed_follows_torch():
@@ -78,5 +115,6 @@ def test_what_allocators_say():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     text = "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
     assert is_out_of_memory(RuntimeError(f"Exception encountered when calling layer.\n{text}"))
+    assert is_out_of_memory(RuntimeError("could not create a primitive"))  # of oneDNN
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))

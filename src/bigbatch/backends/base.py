@@ -167,6 +167,11 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
         """Return the one variable of a model, false on each replica, that graphs can read."""
         raise NotImplementedError
 
+    def is_off(self, switch: Any) -> bool:
+        """Say whether a switch is known to be false for as long as a micro-batch runs."""
+        del switch
+        return False
+
     # What Keras hands over, and how it is called.
 
     @abc.abstractmethod

@@ -52,14 +52,6 @@ class Defaults:
         del accumulation
         return []
 
-    def trying(self, accumulation: Any) -> Block[None]:
-        """Return a block in which few samples run, a few times, to be compared.
-
-        Nothing is to be compiled for them alone.
-        """
-        del accumulation
-        return contextlib.nullcontext()
-
     def without_effects(self, model: Any) -> Block[None]:
         """Return a block in which a model is called for shapes and masks, and nothing else.
 

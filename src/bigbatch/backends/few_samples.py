@@ -1,43 +1,78 @@
-"""Which few samples of a batch to compare, whole and cut: the same choice on every backend."""
+"""A few samples of a batch that differ, and what layers do with them, on any framework."""
 
 from __future__ import annotations
 
-from typing import Iterable, List
+import contextlib
+import functools
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
+
+from bigbatch.backends.keras import backend_of, layers_of
+from bigbatch.core.patching import replaced
 
 _CANDIDATES = 32
 """Of how many samples, spread over the batch, a few are chosen."""
 
 
-def candidates(total: int) -> List[int]:
-    """Return the numbers of samples, spread over a batch, of which a few are chosen."""
-    return np.unique(np.linspace(0, total - 1, min(total, _CANDIDATES)).astype(int)).tolist()
-
-
-def columns_of(values: np.ndarray) -> List[np.ndarray]:
-    """Return two numbers for each row of an array: the mean, and the share of zeros."""
-    rows = np.asarray(values, np.float32).reshape(len(values), -1)
-    return [np.mean(rows, 1), np.mean(rows == 0, 1)]
-
-
-def far_apart(columns: Iterable[np.ndarray], rows: int, count: int) -> List[int]:
-    """Return the numbers of `count` rows, each as different as can be from those before it.
+def different_rows(
+    total: int, count: int, arrays_of: Callable[[list[int]], Iterable[np.ndarray]]
+) -> list[int]:
+    """Return the numbers of samples that differ in labels, masks and weights.
 
     Args:
-        columns: for each property of the samples its value in every row.
-        rows: how many rows there are.
+        total: how many samples the batch has.
         count: how many are wanted.
+        arrays_of: returns the tensors of a batch for some rows, as arrays of numbers.
     """
-    features = np.nan_to_num(np.stack([np.zeros(rows), *columns], 1).astype(float))
-    with np.errstate(over="ignore", invalid="ignore"):  # samples may be infinite
-        features = (features - features.mean(0)) / (features.std(0) + 1e-12)
+    rows = np.unique(np.linspace(0, total - 1, min(total, _CANDIDATES)).astype(int)).tolist()
+    features = _features(arrays_of(rows), len(rows))
     chosen = [0]
-    distances = np.full(rows, np.inf)
-    while len(chosen) < count:
+    distances = np.full(len(rows), np.inf)
+    while len(chosen) < count:  # each as far as can be from those before it
         with np.errstate(over="ignore", invalid="ignore"):
             new = np.sum((features - features[chosen[-1]]) ** 2, axis=1)
         distances = np.minimum(distances, new)
         distances[chosen] = -1
         chosen.append(int(np.argmax(distances)))
-    return chosen
+    return [rows[one] for one in chosen]
+
+
+def _features(arrays: Iterable[np.ndarray], count: int) -> np.ndarray:
+    """Return a few numbers for each sample: mean and share of zeros of each array."""
+    columns = [np.zeros(count)]
+    for array in arrays:
+        values = array.astype("float32").reshape(count, -1)
+        columns += [np.mean(values, 1), np.mean(values == 0, 1)]
+    features = np.nan_to_num(np.stack(columns, 1).astype(float))
+    with np.errstate(over="ignore", invalid="ignore"):  # samples may be infinite
+        return (features - features.mean(0)) / (features.std(0) + 1e-12)
+
+
+@contextlib.contextmanager
+def listed_calls(
+    model: Any, arrays: Callable[[Any], Any], is_seen: Callable[[], bool] = lambda: True
+) -> Iterator[list[Any]]:
+    """Return a block in which calls of layers are listed: inputs, outputs and losses.
+
+    Args:
+        model: a Keras model.
+        arrays: returns tensors as arrays.
+        is_seen: says whether there are values to look at.
+    """
+    calls: list[Any] = []
+    ops = backend_of(model).ops
+
+    def call(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        if is_seen():
+            inputs = [one for one in ops.flatten((args, kwargs)) if ops.is_tensor(one)]
+            losses = [loss for loss in layer.losses if ops.is_tensor(loss)]
+            calls.append((layer, *map(arrays, (inputs, ops.flatten(outputs), losses))))
+        return outputs
+
+    with contextlib.ExitStack() as stack:
+        for layer in (*layers_of(model), model):
+            watched = functools.partial(call, layer, layer.call)
+            stack.enter_context(replaced(layer, call=watched))
+        yield calls

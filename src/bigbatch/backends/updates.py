@@ -26,6 +26,24 @@ class SeveralUpdates:
         """Return a block in which `order_of_updates` is known without a trace."""
         return contextlib.nullcontext()
 
+    def try_step(
+        self, model: Any, run: Callable[[Any], Any], data: Any, put_back: Callable[[], None]
+    ) -> Any:
+        """Run a micro-batch that is not traced, so that `order_of_updates` is known.
+
+        Args:
+            model: the model.
+            run: runs a micro-batch.
+            data: the micro-batch.
+            put_back: undoes what has been run.
+
+        Returns:
+            What else it told of micro-batches, for the `learn` of an `Accumulation`.
+        """
+        del model, put_back
+        with self.noting_reads():
+            run(data)
+
     def order_of_updates(
         self,
         model: Any,

@@ -52,6 +52,7 @@ class AutoSlices(WholeBatches):
 
         def run(size: int) -> dict[str, Any]:
             if size < largest:
+                trainer.phases.learn(data, size)
                 trainer.self_check.at(data, size)
             with trainer.phases.rollback.undone_if(backend.OUT_OF_MEMORY):
                 return trainer.train_on(data, size)

@@ -76,7 +76,7 @@ class BatchNorm:
                     continue
                 # Replicas may have different numbers of micro-batches: they cannot meet.
                 stack.enter_context(self._backend.alone(layer))
-                if self.switch is not None:
+                if self.switch is not None and not self._backend.is_off(self.switch):
                     choose = functools.partial(self._chosen, layer)
                     choosing = self._backend.choosing_moments(layer, choose)
                     stack.enter_context(choosing or contextlib.nullcontext())

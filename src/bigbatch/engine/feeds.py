@@ -64,7 +64,9 @@ class Slices(WholeBatches):
             planning.conclude()
             phases.prepare(batch if types is None else types, Lengths.SAME, self.size or None)
             if self.size != UNBOUNDED:  # or the batch is whole
-                trainer.self_check.at(data.without_optionals(batch), self.size)
+                batch = data.as_tensors(data.without_optionals(batch))
+                phases.learn(batch, self.size)
+                trainer.self_check.at(batch, self.size)
             logs = trainer.train_on(batch, size, types)
         return logs
 

@@ -134,19 +134,24 @@ class Passes:
             part = data if size is None else backend.data.first_rows(data, count=size)
             if count:
                 first.plan.is_counted = True  # any numbers will do
-                with backend.noting_reads():
-                    first.run(backend.ops.stack([1] * _CONTEXT), part)
+                run = functools.partial(first.run, backend.ops.stack([1] * _CONTEXT))
+                told.append(backend.try_step(model, run, part, put_back))
 
+        told: list[Any] = []
         variables = [backend.native(one) for one in model.variables]
         variables += [*map(backend.native, backend.metrics_variables(model))]
         variables += backend.state_of(model)
         local_results = functools.partial(backend.local_results, model)
         parts = [part for variable in variables for part in local_results(variable)]
-        with backend.unchanged(parts):
+        with backend.unchanged(parts) as put_back:
             backend.on_replicas(model, local, data)
         self._make(first.lengths)
-        if self.runs_again:
-            self.rollback.include(variables)
+        for one in (self.all_updates, *self._others()):
+            for what in told:
+                one.runs.learn(what)
+        self.rollback.include(
+            variables if self.runs_again else self.all_updates.runs.once.values()
+        )
 
     def _make(self, lengths: Lengths) -> None:
         """Make what runs the passes, if the updates of `train_step` are known."""

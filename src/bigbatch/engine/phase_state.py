@@ -97,6 +97,11 @@ class PhaseState:
         return self._passes.each
 
     @property
+    def captured(self) -> list[Any]:
+        """The updates of a batch, in order; known when a micro-batch has been traced or run."""
+        return self._passes.all_updates.microbatch.captured
+
+    @property
     def runs_again(self) -> bool:
         """Whether micro-batches run more than once; known when prepared."""
         return self._passes.runs_again
@@ -155,7 +160,8 @@ class PhaseState:
         if (is_built or not is_custom) and self._counts.can_run(data):
             needs_samples = plan.needs_samples or plan.compute_loss is Kind.SUM
             return plan.needs_denominators or (needs_samples and not is_known)
-        return backend.compile_loss_of(model) is not None and not is_custom
+        has_targets = backend.unpacked(data)[1] is not None  # or the loss has others
+        return has_targets and backend.compile_loss_of(model) is not None and not is_custom
 
     def knows_bytes(self, data: Any, size: int) -> bool:
         """Note what micro-batches of `size` samples take, if that needs no run of them."""

@@ -49,7 +49,7 @@ _NO_ROUNDING = 100
 _NOT_CHECKED = "bigbatch: not checked whether updates equal the full batch"
 _ONLY_TENSORFLOW = explain(
     received='check="raise" on a backend on which fit() cannot check itself yet',
-    expected="Keras on TensorFlow",
+    expected="Keras on TensorFlow, JAX or torch",
     fix="leave check out, and call bigbatch.verify(model, x, y, microbatch_size=...) before",
 )
 
@@ -228,8 +228,6 @@ class SelfCheck:
         phases, model, backend = self._phases, self._model, self._backend
         if phases.full_batch_loss is not None:
             return "the loss is computed on the whole batch, by two passes"
-        if not backend.is_traced(model) and backend.has_custom_train_step(model):
-            return "a custom train_step that runs eagerly may do what cannot be undone"
         if any(getattr(layer, "stateful", False) for layer in layers_of(model)):
             return "a stateful layer has a fixed number of samples"
         if not self._has_any_size():
@@ -239,7 +237,7 @@ class SelfCheck:
             return f"train_step does what cannot be undone ({', '.join(sorted(effects))})"
         if not self._norm.can_be_switched():
             return "this BatchNormalization cannot be held still"
-        return None
+        return backend.few_samples.obstacle(model)
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run samples; if that fails on any worker, nothing is checked on all of them."""
@@ -268,8 +266,8 @@ class SelfCheck:
             if switch is not None:
                 self._backend.on_replicas(self._model, lambda: switch.assign(value))
 
-        trying = self._backend.trying(self._phases.passes[0].runs)
-        with self._backend.unchanged(trial.touched) as put_back, trying:
+        runs, undone = self._phases.passes[0].runs, self._backend.few_samples.undone
+        with undone(self._model, runs, trial.count, trial.touched) as put_back:
             trial.put_back = put_back
             turn(True)
             try:
@@ -322,7 +320,7 @@ class Trial:
             if self._backend.is_batch_norm(layer):  # which is said elsewhere
                 values = [native(v) for v in layer.non_trainable_variables]
                 apart |= {id(part) for variable in values for part in local(variable)}
-        for one in [one for some in phases.passes for one in some.microbatch.captured]:
+        for one in phases.captured:
             # The gradients that move these are compared.
             values = [*one.variables, *self._backend.optimizer_variables(one.optimizer)]
             apart |= {id(part) for variable in values for part in local(native(variable))}
@@ -410,15 +408,16 @@ class Trial:
             context = backend.ops.stack([self.count * backend.replicas(model)] * 2)
             if phases.needs_counts:
                 context = phases.context.read_value()
-            totals = phases.passes[0].runs.run_eagerly(context, data, start)
-            return [backend.ops.dense(one) for some in totals.gradients for one in some]
+            microbatch, runs = phases.microbatch, phases.passes[0].runs
+            totals = runs.run_eagerly(context, data, start)
+            gradients = map(microbatch.summed, microbatch.captured, totals.gradients)
+            return [backend.ops.dense(one) for some in gradients for one in some]
 
         results = backend.on_replicas(model, local, data)
         return [backend.local_results(model, one)[0] for one in results]
 
     def _values(self) -> dict[str, Any]:
-        tensor = self._backend.ops.tensor
-        return {name: tensor(part) for name, part in self._compared.items()}
+        return {name: self._backend.ops.tensor(one) for name, one in self._compared.items()}
 
 
 def _names(model: Any) -> dict[int, str]:
@@ -453,4 +452,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _dtypes(model: Any) -> set[str]:
-    return {str(layer.compute_dtype) for layer in (model, *layers_of(model))}
+    used = {str(layer.compute_dtype) for layer in (model, *layers_of(model))}
+    return used | backend_of(model).few_samples.ALSO_COMPUTES_IN

@@ -154,9 +154,6 @@ class JaxBackend(OneReplica, Backend):
     def remarks(self, accumulation: Accumulation) -> list[str]:
         return accumulation.remarks
 
-    def trying(self, accumulation: Accumulation) -> contextlib.AbstractContextManager[None]:
-        return accumulation.trying()
-
     def switch(self, model: Any) -> state.Cell:
         if model not in _SWITCHES:
             _SWITCHES[model] = state.Cell(False)

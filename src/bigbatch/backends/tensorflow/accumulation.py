@@ -111,6 +111,9 @@ class Accumulation:
             return True
         return False
 
+    def learn(self, told: Any) -> None:
+        """Do nothing: a trace tells what a micro-batch does."""
+
     @property
     def is_any_size(self) -> bool:
         """Whether micro-batches may have any number of samples; known once traced."""

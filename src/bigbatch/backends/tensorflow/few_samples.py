@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.backends.few_samples import candidates, columns_of, far_apart
-from bigbatch.backends.keras import layers_of
+from bigbatch.backends.few_samples import different_rows, listed_calls
+from bigbatch.backends.keras import backend_of
 from bigbatch.backends.tensorflow.batch import sample_count
 from bigbatch.backends.tensorflow.data import as_tensors
+from bigbatch.backends.tensorflow.rollback import unchanged
 from bigbatch.backends.tensorflow.variables import this_replica
-from bigbatch.core.patching import replaced
+
+ALSO_COMPUTES_IN: set[str] = set()
+"""Types in which layers compute, whatever their own is."""
+
+
+def obstacle(model: Any) -> str | None:
+    """Return why samples of a model cannot be tried, if so."""
+    if model.run_eagerly and backend_of(model).has_custom_train_step(model):
+        return "a custom train_step that runs eagerly may do what cannot be undone"
+    return None
+
+
+def undone(
+    model: Any, runs: Any, count: int, touched: list[Any]
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Return a block after which nothing has happened; it gives a way to go back sooner.
+
+    Args:
+        model: a Keras model.
+        runs: what runs its micro-batches.
+        count: how many samples are tried.
+        touched: the variables that samples may change.
+    """
+    del model, runs, count
+    return unchanged(touched)
 
 
 def picked(model: Any, data: Any, count: int) -> Any:
@@ -46,18 +71,15 @@ def rows_of(data: Any, rows: Sequence[int]) -> Any:
 
 def _different(data: Any, count: int) -> Any:
     """Return samples that differ in labels, masks and weights, as far as there are such."""
-    rows = candidates(int(sample_count(data)))
-    chosen = far_apart(_columns(rows_of(data, rows)), len(rows), count)
-    return rows_of(data, [rows[one] for one in chosen])
 
+    def arrays_of(rows: list[int]) -> Iterator[np.ndarray]:
+        for leaf in tf.nest.flatten(rows_of(data, rows)):
+            if isinstance(leaf, tf.RaggedTensor):
+                yield leaf.row_lengths().numpy()
+            elif leaf is not None and (leaf.dtype.is_floating or leaf.dtype.is_integer):
+                yield tf.cast(leaf, tf.float32).numpy()
 
-def _columns(data: Any) -> Iterator[np.ndarray]:
-    """Return what tells samples apart, leaf by leaf."""
-    for leaf in tf.nest.flatten(data):
-        if isinstance(leaf, tf.RaggedTensor):
-            yield leaf.row_lengths().numpy()
-        elif leaf is not None and (leaf.dtype.is_floating or leaf.dtype.is_integer):
-            yield from columns_of(tf.cast(leaf, tf.float32).numpy())
+    return rows_of(data, different_rows(int(sample_count(data)), count, arrays_of))
 
 
 def arrays(values: Any) -> Any:
@@ -73,22 +95,7 @@ def arrays(values: Any) -> Any:
     return tf.nest.map_structure(array, values)
 
 
-@contextlib.contextmanager
-def watching_layers(model: Any) -> Iterator[list[Any]]:
+def watching_layers(model: Any) -> contextlib.AbstractContextManager[list[Any]]:
     """Return a block in which calls of layers are listed: inputs, outputs and losses."""
-    calls: list[Any] = []
-
-    def call(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(*args, **kwargs)
-        # In a `tf.function` of the user's there are no values to look at.
-        if tf.executing_eagerly() and this_replica() == 0:
-            inputs = [one for one in tf.nest.flatten((args, kwargs)) if tf.is_tensor(one)]
-            losses = [loss for loss in layer.losses if tf.is_tensor(loss)]
-            calls.append((layer, *map(arrays, (inputs, tf.nest.flatten(outputs), losses))))
-        return outputs
-
-    with contextlib.ExitStack() as stack:
-        for layer in (*layers_of(model), model):
-            watched = functools.partial(call, layer, layer.call)
-            stack.enter_context(replaced(layer, call=watched))
-        yield calls
+    # In a `tf.function` of the user's there are no values to look at.
+    return listed_calls(model, arrays, lambda: tf.executing_eagerly() and this_replica() == 0)

@@ -10,8 +10,12 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch.draws import Draws
+from bigbatch.backends.torch.rollback import Copies
+from bigbatch.backends.torch.step_trial import kept_by
 from bigbatch.backends.torch.sums import PythonSums
-from bigbatch.backends.torch.trial import seeds_of, told_by_trial
+from bigbatch.backends.torch.trial import Told, seeds_of, told_by_trial
+from bigbatch.backends.torch.whole_draws import WholeDraws
+from bigbatch.core.patching import replaced
 
 
 class SameForAll:
@@ -27,20 +31,50 @@ class SameForAll:
         self._draws = Draws()
         self._before: list[tuple[Any, Any]] = []
         self._started = 0
+        self._knows_step = False
         self.is_prepared = False
         """Whether it is known what the model does with samples."""
         self.once: dict[int, Any] = {}
         """The tensors that change once per batch: the same for any samples. By `id`."""
+        self._written: dict[int, Any] = {}
 
     def prepare(self, types: Any) -> None:
         """Try what the model does with such samples."""
-        places, once = told_by_trial(self._backend, self._model, types)
+        if self._knows_step:
+            return
+        places, once, written = told_by_trial(self._backend, self._model, types)
         self._draws.places, self.is_prepared = places, True
         self.once.update((id(one), one) for one in once)
+        self._written.update((id(one), one) for one in written)
 
-    def begin(self) -> None:
-        """Begin a batch."""
-        self._started = 0
+    def learn(self, told: Told) -> None:
+        """Use what a trial of the whole `train_step` has told."""
+        self._draws.places, self.is_prepared, self._knows_step = told.places, True, True
+        self.once.update((id(one), one) for one in told.once)
+
+    def others(self) -> list[Any]:
+        """Return the state that every micro-batch changes, and the seeds."""
+        state = [*kept_by(self._backend, self._model), *seeds_of(self._model)]
+        return [one for one in state if id(one) not in self.once and not one.requires_grad]
+
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether samples may have random numbers of their own, by their place in the batch."""
+        return self._draws.places is None or any(self._draws.places)
+
+    def assigned(self) -> list[Any]:
+        """Return the tensors that a micro-batch may change beside metrics."""
+        if not self._backend.has_custom_train_step(self._model):
+            return list(self._written.values())
+        return kept_by(self._backend, self._model)
+
+    def few_samples(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which `count` samples are tried, and draw the same if cut."""
+        return replaced(self, _draws=WholeDraws(self._draws.places, count))
+
+    def begin(self, start: int = 0) -> None:
+        """Begin a batch, of which only samples from `start` on are there."""
+        self._started = start
         self._draws.begin()
 
     @contextlib.contextmanager
@@ -49,7 +83,7 @@ class SameForAll:
 
         `total` is the number of samples of the batch, if that is known.
         """
-        if not self._started:
+        if not self._started or not self._before:
             once = {**self.once, **{id(one): one for one in seeds_of(self._model)}}
             self._before = [(one, one.detach().clone()) for one in once.values()]
         with torch.no_grad():
@@ -67,10 +101,16 @@ class Accumulation:
         same: what every micro-batch starts from.
         compute: called with a vector of numbers that are the same for the whole batch, and the
             data of a micro-batch; returns a nest of tensors and `None`.
+        before: returns the value that a tensor had before the batch.
     """
 
-    def __init__(self, same: SameForAll, compute: Callable[[Any, Any], Any]) -> None:
-        self._same = same
+    def __init__(
+        self,
+        same: SameForAll,
+        compute: Callable[[Any, Any], Any],
+        before: Callable[[Any], Any],
+    ) -> None:
+        self._same, self._before = same, before
         self._compute = compute
         self._sums = PythonSums()
         self.once = same.once
@@ -80,6 +120,32 @@ class Accumulation:
         """Find out what can be found before a micro-batch runs."""
         del size
         self._same.prepare(types)
+
+    is_any_size = True
+    """Whether micro-batches may have any number of samples: nothing is known of it before."""
+
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether samples may have random numbers of their own, by their place in the batch."""
+        return self._same.draws_by_sample
+
+    def assigned(self) -> list[Any]:
+        """Return the tensors that a micro-batch may change beside metrics."""
+        return self._same.assigned()
+
+    def effects(self) -> set[str]:
+        """Return what reaches out of torch: nothing is known of it."""
+        return set()
+
+    def few_samples(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which `count` samples are tried, and draw the same if cut."""
+        return self._same.few_samples(count)
+
+    def run_eagerly(self, context: Any, data: Any, start: int) -> Any:
+        """Return what `compute` does for one micro-batch of `few_samples`."""
+        self._same.begin(start)
+        with self._same.running(batches.checked_count(data), None):
+            return self._compute(context, batches.with_own_weights(data))
 
     def can_run(self, data: Any) -> bool:
         """Say whether `compute` takes such data, by trying it on samples that are all zero."""
@@ -110,6 +176,22 @@ class Accumulation:
             part = batches.with_own_weights(batches.rows(data, start, rows))
             with self._same.running(rows, total):
                 self._sums.add(self._compute(context, part))
+
+    def change_once(self, context: Any, data: Any, size: int | None = None) -> None:
+        """Run one micro-batch, of which nothing is left but what changes once per batch."""
+        part = data if size is None else batches.first_rows(data, size)
+        others = Copies(self._same.others())
+        with torch.no_grad():
+            for one in self.once.values():
+                one.copy_(self._before(one))
+        self._same.begin()
+        with self._same.running(batches.checked_count(part), None):
+            self._compute(context, batches.with_own_weights(part))
+        others.put_back()
+
+    def learn(self, told: Told) -> None:
+        """Use what a trial of a micro-batch has told."""
+        self._same.learn(told)
 
     def value(self) -> Any:
         """Return the sum so far, in the structure that `compute` returns."""

@@ -6,12 +6,28 @@ import importlib
 from typing import Any
 
 import keras
+from torch.multiprocessing.reductions import StorageWeakRef
 
 BY_SHAPE = ("normal", "uniform", "randint", "truncated_normal")
 """The functions that draw a shape from a generator made of a seed."""
 
 WITH_GLOBAL_SEED = ("gamma", "binomial", "beta")
 """The functions that draw a shape from the generator of torch, with a seed set for a while."""
+
+
+def version_of(tensor: Any) -> int:
+    """Return a number that is another one whenever a tensor has been changed in place."""
+    return tensor._version
+
+
+def address_of(storage: Any) -> int:
+    """Return where the memory of a tensor is described."""
+    return storage._cdata
+
+
+def weak_reference_to(storage: Any) -> Any:
+    """Return what keeps `address_of` from being used again, but not the memory itself."""
+    return StorageWeakRef(storage)
 
 
 def random_module() -> Any:

@@ -117,7 +117,7 @@ class Draws:
         draw = functools.partial(dropout, inputs, rate, noise_shape, seed)
         if rate in (0.0, 1.0):
             return draw()
-        is_of_samples = self._is_of_samples(_shape_of_noise(inputs, noise_shape))
+        is_of_samples = self._is_of_samples(shape_of_noise(inputs, noise_shape))
         if not follows_torch(noise_shape, seed):
             return self._with_generator(draw) if is_of_samples else draw()
         _, count, total = self._rows
@@ -153,7 +153,7 @@ def watching_draws(is_of: Callable[[Any], None]) -> Iterator[None]:
 
     def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
         if rate not in (0.0, 1.0):
-            is_of(_shape_of_noise(inputs, noise_shape))
+            is_of(shape_of_noise(inputs, noise_shape))
         return original(inputs, rate, noise_shape, seed)
 
     original = module.dropout
@@ -163,7 +163,8 @@ def watching_draws(is_of: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
-def _shape_of_noise(inputs: Any, noise_shape: Any) -> tuple[int, ...]:
+def shape_of_noise(inputs: Any, noise_shape: Any) -> tuple[int, ...]:
+    """Return the shape of what dropout draws."""
     given = inputs.shape if noise_shape is None else noise_shape
     return tuple(own if one is None else one for one, own in zip(given, inputs.shape))
 

@@ -7,17 +7,20 @@ import functools
 import warnings
 from typing import Any, Callable, Iterable, Iterator
 
+import keras
 import torch
 
 from bigbatch.backends.base import Backend
 from bigbatch.backends.one_replica import OneReplica
-from bigbatch.backends.torch import data, ops, rollback
+from bigbatch.backends.torch import data, dependence, few_samples, ops, rollback
 from bigbatch.backends.torch.accumulation import Accumulation, SameForAll
 from bigbatch.backends.torch.memory import OUT_OF_MEMORY, Memory, naming_out_of_memory
 from bigbatch.backends.torch.sample import TorchSample, sample_of
+from bigbatch.backends.torch.step_trial import told_by_step
 from bigbatch.backends.torch.sums import GradientSums
 from bigbatch.backends.torch.table import Table
 from bigbatch.backends.torch.two_passes import TwoPasses
+from bigbatch.core.passes import Order
 
 
 class Numbers:
@@ -40,6 +43,8 @@ class TorchBackend(OneReplica, Backend):
 
     ops = ops
     data = data
+    few_samples = few_samples
+    TELLS_ORDER = True
     OUT_OF_MEMORY = OUT_OF_MEMORY
 
     def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +76,7 @@ class TorchBackend(OneReplica, Backend):
         before: Callable[[Any], Any],
         exact: Any = None,
     ) -> Accumulation:
-        del kept, before
+        del kept
         assert exact is None  # which `refuse_exact` has refused
         if self.jit_compile(model):
             warnings.warn(
@@ -79,7 +84,7 @@ class TorchBackend(OneReplica, Backend):
                 "micro-batches run without torch.compile. The result is the same.",
                 stacklevel=2,
             )
-        return Accumulation(SameForAll(self, model), compute)
+        return Accumulation(SameForAll(self, model), compute, before)
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
         del kept
@@ -108,8 +113,8 @@ class TorchBackend(OneReplica, Backend):
     def rollback(
         self, model: Any, others: Iterable[Any], weights: Iterable[Any] = ()
     ) -> rollback.Rollback:
-        del weights  # there is one update, which comes last
-        return rollback.Rollback([*self.state_of(model), *others])
+        weights = map(self.native, weights)
+        return rollback.Rollback([*self.state_of(model), *others], weights)
 
     def unchanged(self, variables: Iterable[Any]) -> Any:
         return rollback.unchanged(variables)
@@ -130,6 +135,52 @@ class TorchBackend(OneReplica, Backend):
         with torch.no_grad():
             yield apply
 
+    def place_in_trace(self) -> int | None:
+        operations = dependence.noted_now()
+        return None if operations is None else len(operations.all)
+
+    def try_step(
+        self, model: Any, run: Callable[[Any], Any], data: Any, put_back: Callable[[], None]
+    ) -> Any:
+        return told_by_step(self, model, run, data, put_back)
+
+    def order_of_updates(
+        self,
+        model: Any,
+        captured: list[tuple[Any, list[Any]]],
+        values: Any,
+        apart: Any,
+        same: Any,
+    ) -> Order | None:
+        del model, apart, same
+        operations = dependence.noted_now()
+        if operations is None or not captured:
+            return None
+        applies = [
+            dependence.NotedApply(
+                one.place, gradients, [*one.variables, *self.changed_by_apply(one.optimizer)]
+            )
+            for one, gradients in captured
+        ]
+        return operations.order(applies, values)
+
+    def discarding(self, model: Any, updates: Iterable[Any]) -> Any:
+        del model
+        return rollback.discarding(updates)
+
+    def update_results(
+        self, model: Any, variables: Iterable[Any], before: Callable[[Any], Any]
+    ) -> rollback.UpdateResults:
+        del model
+        return rollback.UpdateResults([self.native(one) for one in variables], before)
+
+    def build_optimizers(self, model: Any, captured: list[Any]) -> list[Any]:
+        del model
+        for one in captured:
+            if not one.optimizer.built:
+                one.optimizer.build(one.variables)
+        return [one.optimizer for one in captured]
+
     def out_of_memory(self, message: str) -> Exception:
         return OUT_OF_MEMORY(message)
 
@@ -145,6 +196,13 @@ class TorchBackend(OneReplica, Backend):
     def sample_of_many(self, samples: list[TorchSample]) -> TorchSample:
         first, *others = samples
         return first.with_others(others)
+
+    def switch(self, model: Any) -> Any:
+        del model
+        return keras.Variable(False, dtype="bool", trainable=False)
+
+    def is_off(self, switch: Any) -> bool:
+        return not bool(switch.value)
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         del variables

@@ -14,8 +14,11 @@ from bigbatch.core.process_memory import measurable_bytes, resident_bytes, resid
 OUT_OF_MEMORY: type[Exception] = torch.OutOfMemoryError
 """The error of something that does not fit."""
 
-_MESSAGES = re.compile("can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
-"""What allocators say that have no error of their own, also when Keras repeats it."""
+_MESSAGES = re.compile(
+    "can't allocate memory|not enough memory|out of memory|could not create a primitive",
+    re.IGNORECASE,
+)
+"""What allocators and oneDNN say that have no error of their own, also if Keras repeats it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -31,8 +31,13 @@ def tensor(value: Any) -> Any:
 
 
 def numpy(value: Any) -> Any:
-    """Return a tensor as an array in the memory of the host."""
-    return keras.ops.convert_to_numpy(value)
+    """Return a tensor or variable as an array in the memory of the host, others as they are."""
+    value = native(value)
+    if not torch.is_tensor(value):
+        return value
+    value = value.detach()
+    # NumPy has no bfloat16.
+    return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
 
 
 def as_type(array: Any, other: Any) -> Any:
@@ -71,6 +76,16 @@ def rows_together(listed: Rows, dtype: Any) -> Any:
 
 def noted(value: Any) -> Any:
     """Return a value so that it can be kept after the loss has been differentiated."""
+    return value
+
+
+def shaped_like(value: Any, other: Any) -> Any:
+    """Return a value in the shape and the type of another."""
+    return value.to(other.dtype).reshape(other.shape)
+
+
+def dense(value: Any) -> Any:
+    """Return a gradient as it is: none is sparse."""
     return value
 
 

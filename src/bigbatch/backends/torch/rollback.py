@@ -28,14 +28,16 @@ class Copies:
 
     def __init__(self, tensors: Iterable[Any], *, on_host: bool = False) -> None:
         copy = _on_host if on_host else torch.clone
-        self.values = [(one, copy(one.detach())) for one in tensors]
+        self.of = {id(one): (one, copy(one.detach())) for one in tensors}
+        """Tensors and the values they had, by the `id` of the tensor."""
         self._random = generator_states()
 
-    def put_back(self) -> None:
-        """Give everything the value it had."""
+    def put_back(self, but: Iterable[int] = ()) -> None:
+        """Give everything the value it had, but for tensors with these `id`s."""
         with torch.no_grad():
-            for tensor, value in self.values:
-                tensor.copy_(value)
+            for key, (tensor, value) in self.of.items():
+                if key not in but:
+                    tensor.copy_(value)
         set_generator_states(self._random)
 
 
@@ -57,35 +59,50 @@ def set_generator_states(states: tuple[Any, list[Any]]) -> None:
 
 
 class Rollback:
-    """Copies of what a batch changes before its update.
+    """Copies of what a batch changes before its last update.
 
-    Weights and optimizers need no copy: they change last, and only if all went well.
+    Weights and optimizers need no copy if they change last, and only if all went well.
 
     Args:
         tensors: the metrics, moving statistics and random state of a model.
+        weights: tensors that updates change before the last one of the batch.
     """
 
-    def __init__(self, tensors: Iterable[Any]) -> None:
-        self._tensors = list({id(one): one for one in tensors}.values())
+    def __init__(self, tensors: Iterable[Any], weights: Iterable[Any] = ()) -> None:
+        self._tensors: dict[int, Any] = {}
+        weights = list(weights)
+        self._weights = {id(one) for one in weights}
+        self.include([*weights, *tensors])
         self._copies: Copies | None = None
         self._phase = _NONE
+
+    def include(self, tensors: Iterable[Any]) -> None:
+        """Copy other tensors, too, from the next batch on."""
+        self._tensors.update((id(one), one) for one in tensors)
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Keep the values that variables have now; return a block that may fail."""
-        self._copies, self._phase = Copies(self._tensors), _TAKEN
+        self._copies, self._phase = Copies(self._tensors.values()), _TAKEN
         yield
+
+    def begin_again(self) -> None:
+        """Let another pass begin with the state, but not the weights, of the first."""
+        assert self._copies is not None
+        self._copies.put_back(but=self._weights)
 
     def before(self, tensor: Any) -> Any:
         """Return the value that a tensor had when the copies were taken."""
         assert self._copies is not None
-        return next(value for one, value in self._copies.values if one is tensor)
+        return self._copies.of[id(tensor)][1]
 
     @contextlib.contextmanager
     def final(self, results: Iterable[Any]) -> Iterator[None]:
         """Return a block for the update, in which nothing can be put back any more."""
         del results
-        self._phase, self._copies = _FINAL, None
+        self._phase = _FINAL
+        if not self._weights:  # or they are needed to settle what comes after updates
+            self._copies = None
         yield
 
     @property
@@ -125,10 +142,69 @@ class Rollback:
 
 
 @contextlib.contextmanager
+def gradients_aside(parameters: Iterable[Any]) -> Iterator[None]:
+    """Return a block that begins without gradients, after which those from before are there."""
+    gradients = [(one, one.grad) for one in parameters]
+    for one, _ in gradients:
+        one.grad = None
+    try:
+        yield
+    finally:
+        for one, gradient in gradients:
+            one.grad = gradient
+
+
+@contextlib.contextmanager
 def unchanged(tensors: Iterable[Any]) -> Iterator[Callable[[], None]]:
     """Return a block after which tensors are as before; it gives a way to go back sooner."""
     copies = Copies(tensors, on_host=True)
+    parameters = [one for one, _ in copies.of.values() if one.requires_grad]
+    with gradients_aside(parameters):
+        try:
+            yield copies.put_back
+        finally:
+            copies.put_back()
+
+
+class UpdateResults:
+    """The values that one update has given variables, for micro-batches that run after it.
+
+    Args:
+        tensors: those that the update changes.
+        before: returns the value that a tensor had before the batch.
+    """
+
+    def __init__(self, tensors: list[Any], before: Callable[[Any], Any]) -> None:
+        self.tensors = tensors
+        """Those that the update changes."""
+        self._before = before
+        self._values: list[Any] = []
+
+    def keep(self) -> None:
+        """Keep the values that the tensors have now."""
+        self._values = [one.detach().clone() for one in self.tensors]
+
+    def assign(self) -> None:
+        """Make the update once more."""
+        _copy(zip(self.tensors, self._values))
+
+    def undo(self) -> None:
+        """Give the tensors the values they had before the batch."""
+        _copy((one, self._before(one)) for one in self.tensors)
+
+
+@contextlib.contextmanager
+def discarding(updates: Iterable[UpdateResults]) -> Iterator[None]:
+    """Return a block after which what updates change is as before."""
+    tensors = {id(one): one for update in updates for one in update.tensors}
+    values = [(one, one.detach().clone()) for one in tensors.values()]
     try:
-        yield copies.put_back
+        yield
     finally:
-        copies.put_back()
+        _copy(values)
+
+
+def _copy(pairs: Iterable[tuple[Any, Any]]) -> None:
+    with torch.no_grad():
+        for tensor, value in pairs:
+            tensor.copy_(value)

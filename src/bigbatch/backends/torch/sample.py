@@ -141,7 +141,7 @@ class _Call:
 
     def again(self) -> list[Any]:
         """Return the outputs of another call, with the weights of the first."""
-        for tensor, value in self._weights.values:
+        for tensor, value in self._weights.of.values():
             tensor.copy_(value)
         return self.once_more()
 

@@ -10,8 +10,9 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.torch import data as batches
-from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of
+from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of, version_of
 from bigbatch.backends.torch.draws import watching_draws
+from bigbatch.backends.torch.rollback import unchanged
 
 _TRIALS = ((2, 0), (3, 1))
 """How many samples are tried, and what they are filled with."""
@@ -24,41 +25,61 @@ class Told(NamedTuple):
     """For each draw in turn, whether it is one for each sample; `None` if nothing is known."""
     once: list[Any]
     """The tensors whose new value does not depend on samples: they change once per batch."""
+    written: list[Any]
+    """The variables of the model, but for metrics, that a call changes."""
 
 
 def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     """Call a model with samples of such types, in which nothing is the same; undo it."""
     shapes: list[list[Any]] = []
     values: list[list[Any]] = []
-    candidates = _candidates(backend, model)
-    with contextlib.suppress(Exception):  # what cannot be tried is left to each micro-batch
+    written: dict[int, Any] = {}
+    candidates = candidates_of(backend, model, backend.state_of(model))
+    variables = [backend.native(variable) for variable in model.variables]
+    with unchanged(variables), contextlib.suppress(Exception):  # it is left to training then
         for count, fill in _TRIALS:
             seen: list[Any] = []
             x, _, _ = backend.unpacked(batches.samples_of(types, count, fill))
+            versions = list(map(version_of, variables))
             with backend.without_effects(model), watching_draws(seen.append):
                 backend.call(model, x, training=True)
+                changed = [v for v, old in zip(variables, versions) if version_of(v) != old]
+                written.update((id(variable), variable) for variable in changed)
                 values.append([one.detach().clone() for one in candidates])
             shapes.append(seen)
     if len(values) < len(_TRIALS) or len(shapes[0]) != len(shapes[1]):
-        return Told(None, [])
-    counts = [count for count, _ in _TRIALS]
-    places = [[shape[:1] for shape in pair] for pair in zip(*shapes)]
+        return Told(None, [], list(written.values()))
     same = [
         one
         for one, new, other in zip(candidates, *values)
         if torch.equal(new, other) and not torch.equal(one, new)
     ]
-    return Told([pair == [(count,) for count in counts] for pair in places], same)
+    places = places_of(shapes, [count for count, _ in _TRIALS])
+    return Told(places, same, list(written.values()))
 
 
-def _candidates(backend: Backend, model: Any) -> list[Any]:
-    """Return the state of a model, without metrics and moving statistics."""
+def places_of(shapes: list[list[Any]], counts: list[int]) -> list[bool] | None:
+    """Return for each draw in turn whether it is one for each sample; `None` if that differs.
+
+    Args:
+        shapes: those of the draws, for each of two trials.
+        counts: how many samples each had.
+    """
+    if len(shapes[0]) != len(shapes[1]):
+        return None
+    pairs = zip(*shapes)
+    firsts = [[[int(one) for one in shape[:1]] for shape in pair] for pair in pairs]
+    return [pair == [[count] for count in counts] for pair in firsts]
+
+
+def candidates_of(backend: Backend, model: Any, tensors: list[Any]) -> list[Any]:
+    """Return the tensors of a model that are neither metrics nor moving statistics."""
     others = [backend.native(one) for one in backend.metrics_variables(model)]
     for layer in layers_of(model):
         if backend.is_batch_norm(layer):
             others += [backend.native(one) for one in layer.non_trainable_variables]
     known = {id(one) for one in others}
-    return [one for one in backend.state_of(model) if id(one) not in known]
+    return [one for one in tensors if id(one) not in known]
 
 
 def seeds_of(model: Any) -> list[Any]:

@@ -1,0 +1,73 @@
+"""What a custom `train_step` does with a micro-batch, found by running it twice."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from bigbatch.backends.base import Backend
+from bigbatch.backends.keras import metrics_of, optimizers_of
+from bigbatch.backends.torch import data as batches
+from bigbatch.backends.torch.compat import version_of
+from bigbatch.backends.torch.dependence import Operations, independent_of, noting
+from bigbatch.backends.torch.draws import watching_draws
+from bigbatch.backends.torch.trial import Told, candidates_of, places_of
+
+
+def told_by_step(
+    backend: Backend,
+    model: Any,
+    run: Callable[[Any], Any],
+    data: Any,
+    put_back: Callable[[], None],
+) -> Told:
+    """Run a micro-batch, and one of another size; return what that told.
+
+    State is the same after any micro-batch if both give it the same value, and nothing that
+    torch does makes it depend on the samples.
+
+    Args:
+        backend: the backend of the model.
+        model: a Keras model.
+        run: runs a micro-batch.
+        data: the micro-batch.
+        put_back: undoes what has been run.
+    """
+    count = batches.sample_count(data)
+    # One sample less: the first, as others are less often special. Or the only one twice.
+    other = batches.rows(data, 1, count - 1) if count > 1 else batches.joined(data, data)
+    shapes: list[list[Any]] = [[], []]
+    variables = kept_by(backend, model)
+    candidates = candidates_of(backend, model, variables)
+    versions = list(map(version_of, candidates))
+
+    def written() -> list[Any]:
+        pairs = zip(candidates, versions)
+        return [one for one, version in pairs if version_of(one) != version]
+
+    with watching_draws(shapes[0].append), noting(Operations(variables, lambda _: [])):
+        run(batches.with_own_weights(other))
+    values = {id(one): one.detach().clone() for one in written()}
+    put_back()
+    versions = list(map(version_of, candidates))
+
+    def same(operations: Operations) -> list[Any]:
+        both = [one for one in written() if id(one) in values]
+        equal = [one for one in both if torch.equal(one, values[id(one)])]
+        return independent_of(data, operations, equal)
+
+    operations = Operations(variables, same)
+    with watching_draws(shapes[1].append), noting(operations):
+        run(batches.with_own_weights(data))
+    places = places_of(shapes, [batches.sample_count(other), count])
+    return Told(places, operations.same, written())
+
+
+def kept_by(backend: Backend, model: Any) -> list[Any]:
+    """Return the tensors that may keep values from one micro-batch to the next."""
+    metrics = [variable for metric in metrics_of(model) for variable in metric.variables]
+    of_optimizers = [v for one in optimizers_of(model) for v in one.variables]
+    numbers = [variable for variable in of_optimizers if not variable.shape]
+    tensors = [backend.native(one) for one in (*model.variables, *metrics, *numbers)]
+    return list({id(one): one for one in (*tensors, *backend.state_of(model))}.values())

@@ -1,0 +1,82 @@
+"""Random draws of a few samples, whole in each micro-batch, of which it takes its rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import torch
+
+from bigbatch.backends.torch.draws import Draws, shape_of_noise
+from bigbatch.backends.torch.rollback import generator_states, set_generator_states
+
+
+class WholeDraws(Draws):
+    """Draws that are equal however samples are cut: of all samples, in each micro-batch.
+
+    For a trial of a few samples. Draws of training that may not be those of the full batch are
+    told by the banner, and must not hide what else differs.
+
+    Args:
+        places: for each draw in turn, whether it is one for each sample, if that is known.
+        total: the samples of all micro-batches.
+    """
+
+    def __init__(self, places: list[bool] | None, total: int) -> None:
+        super().__init__()
+        self.places = places
+        self._total = total
+        self._is_inside = False
+
+    def _draw(self, draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Any:
+        is_of_logits = torch.is_tensor(shape)
+        is_of_samples = self._is_of_samples(shape.shape if is_of_logits else shape)
+        if self._is_inside or not is_of_samples:  # inside: a draw that another one makes
+            return draw(shape, *args, **kwargs)
+        whole = (self._total, *(shape.shape if is_of_logits else shape)[1:])
+        if is_of_logits:
+            logits = shape.new_zeros(whole)
+            logits[self._here] = shape
+            whole = logits
+        return self._rows_of(functools.partial(draw, whole, *args, **kwargs))
+
+    def _dropout(
+        self,
+        dropout: Callable[..., Any],
+        inputs: Any,
+        rate: float,
+        noise_shape: Any = None,
+        seed: Any = None,
+    ) -> Any:
+        draw = functools.partial(dropout, rate=rate, seed=seed)
+        if rate in (0.0, 1.0):
+            return draw(inputs, noise_shape=noise_shape)
+        if not self._is_of_samples(shape_of_noise(inputs, noise_shape)):
+            return draw(inputs, noise_shape=noise_shape)
+        if noise_shape is not None:
+            noise_shape = (self._total, *noise_shape[1:])
+        ones = inputs.new_ones((self._total, *inputs.shape[1:]))
+        return inputs * self._rows_of(
+            functools.partial(draw, ones.detach(), noise_shape=noise_shape)
+        )
+
+    @property
+    def _here(self) -> slice:
+        start, count, _ = self._rows
+        return slice(start, start + count)
+
+    def _rows_of(self, draw: Callable[[], Any]) -> Any:
+        """Return the rows of this micro-batch; the generator of torch goes on only once."""
+        number, now = self._number, generator_states()
+        is_first = number not in self._states
+        if not is_first:
+            set_generator_states(self._states[number])
+        self._states.setdefault(number, now)
+        self._is_inside = True
+        try:
+            rows = draw()[self._here]
+        finally:
+            self._is_inside = False
+        if not is_first:
+            set_generator_states(now)
+        return rows
