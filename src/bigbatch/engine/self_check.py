@@ -49,7 +49,7 @@ _NO_ROUNDING = 100
 _NOT_CHECKED = "bigbatch: not checked whether updates equal the full batch"
 _ONLY_TENSORFLOW = explain(
     received='check="raise" on a backend on which fit() cannot check itself yet',
-    expected="Keras on TensorFlow or torch",
+    expected="Keras on TensorFlow, JAX or torch",
     fix="leave check out, and call bigbatch.verify(model, x, y, microbatch_size=...) before",
 )
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any, Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 from keras import tree
 
-from bigbatch.backends.few_samples import different_rows
+from bigbatch.backends.few_samples import different_rows, listed_calls
 from bigbatch.backends.jax import data as batches
 from bigbatch.backends.jax.ops import noted
 from bigbatch.backends.jax.state import unchanged
-from bigbatch.backends.keras import layers_of
-from bigbatch.core.patching import replaced
+from bigbatch.backends.keras import backend_of
 
 ALSO_COMPUTES_IN: set[str] = set()
 """Types in which layers compute, whatever their own is."""
 
 
 def obstacle(model: Any) -> str | None:
-    """Return why samples of a model cannot be tried: there is no reason."""
-    del model
+    """Return why samples of a model cannot be tried, if so."""
+    backend = backend_of(model)
+    if backend.runs_eagerly(model) and backend.has_custom_train_step(model):
+        return "a custom train_step that runs eagerly may do what cannot be undone"
     return None
 
 
@@ -51,12 +51,11 @@ def picked(model: Any, data: Any, count: int) -> Any:
     if total < count:
         return None
 
-    def arrays_of(rows: list[int]) -> Iterator[np.ndarray]:
-        for leaf in batches.leaves_of(rows_on_replicas(model, data, rows)):
-            if jax.numpy.issubdtype(leaf.dtype, np.number):
-                yield leaf
+    def numbers(rows: list[int]) -> list[np.ndarray]:
+        leaves = batches.leaves_of(rows_on_replicas(model, data, rows))
+        return [one for one in leaves if jax.numpy.issubdtype(one.dtype, np.number)]
 
-    return rows_on_replicas(model, data, different_rows(total, count, arrays_of))
+    return rows_on_replicas(model, data, different_rows(total, count, numbers))
 
 
 def rows_on_replicas(model: Any, data: Any, rows: Sequence[int]) -> Any:
@@ -76,26 +75,15 @@ def arrays(values: Any) -> Any:
 @contextlib.contextmanager
 def watching_layers(model: Any) -> Iterator[list[Any]]:
     """Return a block in which calls of layers are listed: inputs, outputs and losses."""
-    calls: list[Any] = []
-
-    def call(layer: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(*args, **kwargs)
-        seen = [_values_of(nest) for nest in ((args, kwargs), outputs, list(layer.losses))]
-        # In a function of the user's that is compiled there are no values to look at.
-        if all(one is not None for one in seen):
-            calls.append((layer, *seen))
-        return outputs
-
-    with contextlib.ExitStack() as stack:
-        for layer in (*layers_of(model), model):
-            watched = functools.partial(call, layer, layer.call)
-            stack.enter_context(replaced(layer, call=watched))
+    with listed_calls(model, _values_of) as calls:
         yield calls
+    # In a function of the user's that is compiled there are no values to look at.
+    calls[:] = [call for call in calls if None not in call[1:]]
 
 
-def _values_of(nest: Any) -> list[Any] | None:
-    """Return the arrays of a nest without their gradients; `None` if they have no values."""
-    values = [noted(leaf) for leaf in tree.flatten(nest) if isinstance(leaf, jax.Array)]
-    if any(isinstance(value, jax.core.Tracer) for value in values):
+def _values_of(values: list[Any]) -> list[Any] | None:
+    """Return arrays without their gradients; `None` if they have no values."""
+    plain = [noted(one) for one in values if isinstance(one, jax.Array)]
+    if any(isinstance(one, jax.core.Tracer) for one in plain):
         return None
-    return [np.asarray(value) for value in values]
+    return [np.asarray(one) for one in plain]
