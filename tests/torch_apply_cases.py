@@ -260,6 +260,17 @@ class LogsByPython(Distiller):
         return {"loss": logs["loss"].item(), "after": float(np.mean(np.square(after)))}
 
 
+class GanOfModules(Gan):
+    """Its critic is a module of torch, whose parameters nobody reads through Keras."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = torch.nn.Linear
+        module = torch.nn.Sequential(linear(4, 6), torch.nn.Tanh(), linear(6, 1))
+        self.critic = layers.TorchModuleWrapper(module)
+        self.critic.build((None, 4))
+
+
 class GanWithAverage(Gan):
     """The average of the generator moves after its update."""
 
@@ -289,6 +300,7 @@ PROGRAMS = {
     "late logs": LateLogs,
     "logs by python": LogsByPython,
     "gan with average": GanWithAverage,
+    "gan of modules": GanOfModules,
 }
 
 

@@ -31,6 +31,7 @@ PASSES = {
     "late logs": 2,
     "logs by python": 2,
     "gan with average": 2,
+    "gan of modules": 2,
 }
 """How often the micro-batches of each program run: as on TensorFlow in a graph."""
 

@@ -280,8 +280,8 @@ def random():
     )
 
 
-def mixed():
-    keras.config.set_dtype_policy("mixed_float16")
+def of_type(policy):
+    keras.config.set_dtype_policy(policy)
     try:
         return sequential(layers.Dropout(0.2), layers.BatchNormalization())
     finally:
@@ -292,7 +292,9 @@ NETS = {
     "residual": (residual, IMAGES, Y),
     "transformer": (transformer, WORDS, Y),
     "random": (random, DENSE_X, DENSE_Y),
-    "mixed precision": (mixed, DENSE_X, DENSE_Y),
+    "mixed precision": (lambda: of_type("mixed_float16"), DENSE_X, DENSE_Y),
+    # Matrices are multiplied in float32 by Keras on torch: rounding is that of float32.
+    "float64": (lambda: of_type("float64"), DENSE_X, DENSE_Y),
 }
 
 

@@ -154,7 +154,8 @@ class PhaseState:
         if (is_built or not is_custom) and self._counts.can_run(data):
             needs_samples = plan.needs_samples or plan.compute_loss is Kind.SUM
             return plan.needs_denominators or (needs_samples and not is_known)
-        return backend.compile_loss_of(model) is not None and not is_custom
+        has_targets = backend.unpacked(data)[1] is not None  # or the loss has others
+        return has_targets and backend.compile_loss_of(model) is not None and not is_custom
 
     def knows_bytes(self, data: Any, size: int) -> bool:
         """Note what micro-batches of `size` samples take, if that needs no run of them."""

@@ -396,4 +396,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _dtypes(model: Any) -> set[str]:
-    return {str(layer.compute_dtype) for layer in (model, *layers_of(model))}
+    used = {str(layer.compute_dtype) for layer in (model, *layers_of(model))}
+    return used | backend_of(model).few_samples.ALSO_COMPUTES_IN

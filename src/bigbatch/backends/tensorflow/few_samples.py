@@ -16,6 +16,9 @@ from bigbatch.backends.tensorflow.data import as_tensors
 from bigbatch.backends.tensorflow.rollback import unchanged
 from bigbatch.backends.tensorflow.variables import this_replica
 
+ALSO_COMPUTES_IN: set[str] = set()
+"""Types in which layers compute, whatever their own is."""
+
 
 def obstacle(model: Any) -> str | None:
     """Return why samples of a model cannot be tried, if so."""

@@ -10,8 +10,11 @@ import torch
 
 from bigbatch.backends.few_samples import different_rows, listed_calls
 from bigbatch.backends.torch.data import as_tensors, checked_count
-from bigbatch.backends.torch.ops import flatten, map_structure, take
+from bigbatch.backends.torch.ops import flatten, map_structure, numpy, take
 from bigbatch.backends.torch.rollback import gradients_aside, unchanged
+
+ALSO_COMPUTES_IN = {"float32"}
+"""Types in which layers compute, whatever their own is: `keras.ops.matmul` of float64."""
 
 
 def obstacle(model: Any) -> str | None:
@@ -46,7 +49,7 @@ def picked(model: Any, data: Any, count: int) -> Any:
     def arrays_of(rows: list[int]) -> Iterator[np.ndarray]:
         for leaf in flatten(_rows_of(data, rows)):
             if leaf is not None and leaf.dtype not in (torch.bool, torch.complex64):
-                yield array(leaf)
+                yield numpy(leaf)
 
     if total < count:
         return None
@@ -64,19 +67,11 @@ def _rows_of(data: Any, rows: Sequence[int]) -> Any:
     return map_structure(lambda leaf: None if leaf is None else take(leaf, rows), data)
 
 
-def array(value: Any) -> Any:
-    """Return a tensor as an array in the memory of the host, anything else as it is."""
-    if not torch.is_tensor(value):
-        return value
-    value = value.detach()
-    # NumPy has no bfloat16.
-    value = value.float() if value.dtype == torch.bfloat16 else value
-    return value.cpu().numpy().copy()
-
-
 def arrays(values: Any) -> Any:
-    """Return tensors as arrays in the memory of the host."""
-    return map_structure(array, values)
+    """Return copies of tensors as arrays in the memory of the host."""
+    return map_structure(
+        lambda value: numpy(value).copy() if torch.is_tensor(value) else value, values
+    )
 
 
 def watching_layers(model: Any) -> contextlib.AbstractContextManager[list[Any]]:

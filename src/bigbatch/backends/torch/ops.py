@@ -31,8 +31,13 @@ def tensor(value: Any) -> Any:
 
 
 def numpy(value: Any) -> Any:
-    """Return a tensor as an array in the memory of the host."""
-    return keras.ops.convert_to_numpy(value)
+    """Return a tensor or variable as an array in the memory of the host, others as they are."""
+    value = native(value)
+    if not torch.is_tensor(value):
+        return value
+    value = value.detach()
+    # NumPy has no bfloat16.
+    return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
 
 
 def as_type(array: Any, other: Any) -> Any:

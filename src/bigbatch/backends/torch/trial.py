@@ -68,7 +68,8 @@ def places_of(shapes: list[list[Any]], counts: list[int]) -> list[bool] | None:
     if len(shapes[0]) != len(shapes[1]):
         return None
     pairs = zip(*shapes)
-    return [[shape[:1] for shape in pair] == [(count,) for count in counts] for pair in pairs]
+    firsts = [[[int(one) for one in shape[:1]] for shape in pair] for pair in pairs]
+    return [pair == [[count] for count in counts] for pair in firsts]
 
 
 def candidates_of(backend: Backend, model: Any, tensors: list[Any]) -> list[Any]:
