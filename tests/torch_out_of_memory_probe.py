@@ -5,6 +5,8 @@ Run by `tests/torch_contract/test_torch_out_of_memory.py`; prints one line of JS
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import resource
@@ -46,6 +48,8 @@ def build():
 
 def limit(extra):
     """Let the process map so many bytes more, or as many as it likes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed is there to be used again
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     size = -1 if extra is None else pages * resource.getpagesize() + extra
     resource.setrlimit(resource.RLIMIT_AS, (size, -1))

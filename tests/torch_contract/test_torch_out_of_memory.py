@@ -41,7 +41,8 @@ def test_auto_chooses_a_size_that_fits():
 @pytest.mark.slow
 def test_a_size_that_does_not_fit_changes_nothing():
     found = probe("fixed")
-    assert "can't allocate memory" in found["error"]
+    said = ("can't allocate memory", "could not create a primitive")  # torch, or oneDNN
+    assert any(one in found["error"] for one in said)
     assert found["error"].startswith("OutOfMemoryError")
     assert found["changed"] == 0
     assert found["random"]
