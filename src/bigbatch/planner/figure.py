@@ -18,10 +18,15 @@ def figure(plan: Any) -> Any:
     sizes = range(1, plan.share + 1, max(1, plan.share // 200))
     sizes = sorted({*sizes, *(size for size, _ in measured), plan.share})
     memory = axes[0]
-    memory.plot(
-        sizes, [plan.peak(size) / MIB for size in sizes], color="tab:blue", label="predicted"
-    )
-    memory.plot(*zip(*measured), "o", color="tab:blue", label="measured")
+    if not plan.is_rough:  # a line through noise would look like knowledge
+        memory.plot(
+            sizes,
+            [plan.peak(size) / MIB for size in sizes],
+            color="tab:blue",
+            label="predicted",
+        )
+    label = "rough: memory of the process" if plan.is_rough else "measured"
+    memory.plot(*zip(*measured), "o", color="tab:blue", label=label)
     memory.axhline(plan.memory_limit / MIB, color="tab:red", label="limit")
     memory.set_ylabel("peak memory [MiB]")
     memory.set_ylim(bottom=0)
