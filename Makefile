@@ -55,8 +55,9 @@ check: .venv/installed ## what CI runs: format, lint, types, tests
 	@$(BIN)/pyright
 	@$(MAKE) --no-print-directory test
 
-figures: .venv/installed ## draw the demo's figure again
+figures: .venv/installed ## draw the pictures of the README and the documentation again
 	@$(BIN)/python -m bigbatch.cli demo --output docs
+	@$(BIN)/python docs/pictures.py
 
 MINUTES ?= 10
 fuzz: .venv/installed ## random models and settings against the full batch, for MINUTES=10

@@ -149,7 +149,10 @@ def _add_demo(command: Any) -> None:
         _DEMO,
     )
     demo.add_argument(
-        "--output", default=".", metavar="DIRECTORY", help="where demo.png and demo.html go"
+        "--output",
+        default=".",
+        metavar="DIRECTORY",
+        help="where demo.html, demo.png and demo.svg go",
     )
 
 
@@ -257,9 +260,13 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from bigbatch.demo import run
+    from bigbatch.demo.story import run
 
-    run(Path(options.output), lambda report: _show(report, None))
+    def show(report: Any) -> None:
+        _show(report, None)
+        print(flush=True)
+
+    run(Path(options.output), show)
     return 0
 
 
