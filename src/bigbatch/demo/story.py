@@ -140,7 +140,10 @@ def _reports(results: dict[str, Any], weights: dict[str, Any]) -> list[Report]:
 
 def _memory_problem(results: dict[str, Any]) -> Report:
     trains = f"trains, {results['small']['microbatch_size']} at a time"
-    rows = [(f"model.fit(x, y, batch_size={BATCH})", results["full"]["result"]), (_LINE, trains)]
+    rows = [
+        (f"model.fit(x, y, batch_size={BATCH})", results["full"]["result"]),
+        (_LINE, trains),
+    ]
     title = f"1. A batch of {BATCH} does not fit {LIMIT} MB; one line makes it fit"
     return Report(title, [Table(("program", "result"), rows, marked=1)])
 
