@@ -44,7 +44,7 @@ def verify(
     sample_weight: Any = None,
     *,
     microbatch_size: int,
-    batch_norm: str | ExactBatchNorm = "pooled",
+    batch_norm: Literal["pooled", "exact", "microbatch", "frozen"] | ExactBatchNorm = "pooled",
     coupled: bool | Literal["auto"] = "auto",
     verbose: bool = True,
 ) -> Verification:
@@ -156,7 +156,7 @@ class _Comparison:
     ) -> Verification:
         """Compare once more, and name layers that draw if the difference is theirs.
 
-        Uniform and normal draws are those of the full batch, others cannot be.
+        Uniform and normal draws equal the full batch, others cannot.
         """
         notes = list(self._notes)
         with self._without_draws(random):
@@ -187,9 +187,9 @@ class _Comparison:
         self._hazards.append(
             Hazard(
                 _name(layer),
-                "it draws random numbers that cannot be those of the full batch",
-                "Nothing to do if others from the same distribution will do. Draw uniform or "
-                "normal numbers by keras.random and a SeedGenerator to have the same.",
+                "it draws random numbers that cannot equal the full batch",
+                "Nothing to do if other numbers of the same distribution will do. To have the "
+                "same, draw uniform or normal numbers by keras.random and a SeedGenerator.",
             )
         )
 

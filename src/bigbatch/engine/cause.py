@@ -126,10 +126,10 @@ def _mixing(model: Any, layer: Any, size: float) -> Cause:
     if backend_of(model).has_seeds(layer):
         return Cause(
             where,
-            "it draws random numbers that cannot be those of the full batch",
+            "it draws random numbers that cannot equal the full batch",
             size,
             "draw uniform or normal numbers by keras.random and a SeedGenerator; nothing is "
-            "wrong if others of the same distribution will do",
+            "wrong if other numbers of the same distribution will do",
         )
     return Cause(
         where,
@@ -143,7 +143,7 @@ def _mixing(model: Any, layer: Any, size: float) -> Cause:
 def _adding(layer: Any, size: float) -> Cause:
     return Cause(
         f"layer {layer.name!r} ({type(layer).__name__})",
-        "what it adds to the loss (add_loss) is no mean over samples",
+        "its add_loss() is no mean over samples",
         size,
         "divide what add_loss is given by the number of samples",
     )
@@ -162,7 +162,7 @@ def _of_log(model: Any, item: Item, size: float) -> Cause:
     if not backend_of(model).has_custom_train_step(model):
         return Cause(
             f"metric {item.name!r}",
-            "its result for the whole batch is not made up of those of micro-batches",
+            "its result for the whole batch cannot be computed from results of micro-batches",
             size,
             "read it from evaluate(); the weights are not concerned",
             item.name,
@@ -211,7 +211,7 @@ def _of_loss(
             f"its loss is a sum over samples, of which micro-batches give the mean; {of}",
             size,
             "divide the loss by the number of samples (tf.shape(x)[0]), and multiply the "
-            "learning rate by that of the batch",
+            "learning rate by the batch size",
         )
     if logs_agree:
         return Cause(
