@@ -12,6 +12,7 @@ from pathlib import Path
 import mkdocs
 import pytest
 
+import bigbatch
 from bigbatch.cli import _parser
 from comparison import paired
 
@@ -398,12 +399,50 @@ print(sum(bool(cell.outputs) for cell in notebook.cells if cell.cell_type == "co
     "path", sorted(ROOT.glob("examples/notebooks/*.ipynb")), ids=lambda path: path.name
 )
 def test_notebooks_run(path, tmp_path):
-    assert (
-        int(run("-c", EXECUTE, str(path), directory=tmp_path)) >= 4
-    )  # cells that say something
+    # Cells that say something.
+    assert int(run("-c", EXECUTE, str(path), directory=tmp_path)) >= 4
+
+
+def test_notebooks_are_stored_with_outputs_and_pictures():
+    stored = [json.loads(path.read_text()) for path in ROOT.glob("examples/notebooks/*.ipynb")]
+    outputs = []
+    for notebook in stored:
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        counts = [cell["execution_count"] for cell in cells]
+        assert counts == list(range(1, len(cells) + 1))  # as `make notebooks` executes them
+        outputs += [one for cell in cells for one in cell["outputs"]]
+    assert len(outputs) >= 8
+    assert not any(one["output_type"] == "error" for one in outputs)
+    assert any("image/png" in one.get("data", {}) for one in outputs)
+    assert any(
+        "<table>" in "".join(one.get("data", {}).get("text/html", [])) for one in outputs
+    )
 
 
 def test_documents_name_no_machine():
     examples = [path for path in ROOT.glob("examples/**/*") if path.is_file()]
     for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *examples]:
         assert not re.search(r"/(root|home|work|tmp)/", path.read_text()), path
+
+
+UNCLEAR = r"\b(an own|samples meet|rooms?|those of|meets? (in|each))\b"
+"""Words of which STYLE.md says how to do without."""
+
+
+def test_documents_and_docstrings_are_in_plain_english():
+    of_contributors = ("decisions", "upstream.md", "how-it-works.md")
+    pages = [
+        path for path in DOCUMENTS if not {path.name, path.parent.name} & {*of_contributors}
+    ]
+    texts = {str(path): path.read_text() for path in pages}
+    texts["the command"] = _parser().format_help()
+    for name in bigbatch.__all__:
+        texts[name] = getattr(bigbatch, name).__doc__ or ""
+    found = [
+        f"{name}: {line.strip()}"
+        for name, text in texts.items()
+        for line in text.splitlines()
+        if re.search(UNCLEAR, line)
+    ]
+    assert found == []
+    assert re.search(UNCLEAR, "an own loop")

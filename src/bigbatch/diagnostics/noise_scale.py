@@ -72,6 +72,11 @@ class NoiseScale(Callback):
         """The 95 % interval of the critical batch size; `None` is "not yet known"."""
         return self.estimate.interval
 
+    def _repr_html_(self) -> str:
+        from bigbatch.core.report import Report
+
+        return Report("Gradient noise scale", [], [self.advice()]).html()
+
     def advice(self) -> str:
         """Say in one sentence what the batch size is worth."""
         return self.estimate.advice()
