@@ -6,7 +6,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 3
 ON_JAX := $(addprefix tests/contract/fit/test_,equality.py last_window.py metrics.py optimizer.py saving.py \
 	structures.py what_differs.py buffers.py statistics.py)
 
-.PHONY: demo test test-torch test-jax test-all matrix upstream check figures bench bench-smoke docs fuzz format clean
+.PHONY: demo test test-torch test-jax test-all matrix upstream check figures notebooks bench bench-smoke docs fuzz format clean
 
 demo: .venv/installed ## the main job in a minute: a small device, a large batch, the proof
 	@$(BIN)/python -m bigbatch.cli demo --output demo
@@ -55,8 +55,12 @@ check: .venv/installed ## what CI runs: format, lint, types, tests
 	@$(BIN)/pyright
 	@$(MAKE) --no-print-directory test
 
-figures: .venv/installed ## draw the demo's figure again
+figures: .venv/installed ## draw the pictures of the README and the documentation again
 	@$(BIN)/python -m bigbatch.cli demo --output docs
+	@$(BIN)/python docs/pictures.py
+
+notebooks: .venv/installed ## execute the notebooks and store their outputs
+	@$(BIN)/python examples/notebooks/store_outputs.py
 
 MINUTES ?= 10
 fuzz: .venv/installed ## random models and settings against the full batch, for MINUTES=10

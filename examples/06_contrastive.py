@@ -86,11 +86,11 @@ def run(prepare):
     return accuracies, history.history["loss"][-1], float(model.temperature)
 
 
-warnings.filterwarnings("ignore", "bigbatch: in the loss")  # which says what this shows
+warnings.simplefilter("ignore", bigbatch.NotEqualWarning)  # it says what this shows
 runs = {
     f"full batch of {BATCH}": run(lambda model: model),
     f"micro-batches of {MICROBATCH}": run(
-        lambda model: bigbatch.accumulate(model, microbatch_size=MICROBATCH)
+        lambda model: bigbatch.accumulate(model, microbatch_size=MICROBATCH, coupled=False)
     ),
     f"micro-batches of {MICROBATCH}, coupled": run(
         lambda model: bigbatch.accumulate(model, microbatch_size=MICROBATCH, coupled=True)

@@ -2,7 +2,7 @@
 
 `make matrix` runs all rows, `make matrix ROWS="tf2.10 tf2.15"` some. Environments are kept in
 `build/matrix`. What passed, and on which commit, is written to `tests/matrix.json`, and from
-there to the README.
+there to the page `docs/versions.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 HOME = ROOT / "build" / "matrix"
 RESULTS = ROOT / "tests" / "matrix.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- versions: written by make matrix -->", "<!-- versions end -->"
 
 LOOPS = (
@@ -162,7 +162,7 @@ def current_commit() -> str:
 
     The results of other rows do not count: they are written while the matrix runs.
     """
-    written = [f":!{path.relative_to(ROOT)}" for path in (RESULTS, README)]
+    written = [f":!{path.relative_to(ROOT)}" for path in (RESULTS, PAGE)]
     is_changed = bool(git("status", "--porcelain", "--", ".", *written).strip())
     return git("rev-parse", "HEAD")[:7] + ("+changes" if is_changed else "")
 
@@ -208,10 +208,10 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str, results: dict[str, Any]) -> str:
-    """Return the README with the table of these results."""
+def with_table(page: str, results: dict[str, Any]) -> str:
+    """Return the page with the table of these results."""
     pattern = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
-    return pattern.sub(lambda _: f"{BEGIN}\n\n{table(results)}\n\n{END}", readme)
+    return pattern.sub(lambda _: f"{BEGIN}\n\n{table(results)}\n\n{END}", page)
 
 
 def main(names: list[str]) -> int:
@@ -230,7 +230,7 @@ def main(names: list[str]) -> int:
             noted = {**json.loads(RESULTS.read_text()), row.name: outcome}
             results = {one.name: noted[one.name] for one in ROWS if one.name in noted}
             RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-            README.write_text(with_table(README.read_text(), results))
+            PAGE.write_text(with_table(PAGE.read_text(), results))
     print("== Matrix")
     for name, end in ends.items():
         print(f"{name:12} {end}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,8 +21,14 @@ def said(capsys, setting, x=X, y=Y, model_layers=(), **fit):
     model.compile("sgd", "mse")
     bigbatch.accumulate(model, **setting)
     model.fit(x, y, **{"verbose": 2, "shuffle": False, **fit})
-    lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith("bigbatch: ")]
+    printed = capsys.readouterr().out
+    lines = [
+        line for line in printed.splitlines() if "bigbatch: " in line or line[:9] == " " * 9
+    ]
+    assert max(map(len, lines), default=0) <= 100
+    # A line that is too long is continued, indented.
+    joined = re.sub(r"\n {10}(?=\S)", " ", printed)
+    return [line for line in joined.splitlines() if line.startswith("bigbatch: ")]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def said(capsys, setting, x=X, y=Y, model_layers=(), **fit):
 )
 def test_how_batches_are_made_up(capsys, setting, batch_size, expected):
     lines = said(capsys, setting, batch_size=batch_size)
-    assert lines == [f"bigbatch: {expected}, gradient buffer 0.1 KiB"]
+    assert lines == [f"bigbatch: {expected}, gradient buffer 72 B"]
 
 
 def test_a_data_set_of_unknown_batch_size(capsys):
@@ -85,11 +93,14 @@ def test_replicas(capsys, mirrored):
     [
         (
             "pooled",
-            "uses statistics of micro-batches, and its moving statistics are those of the "
-            "whole batch"
-            + ('; batch_norm="exact" for those of the full batch' if IS_KERAS_3 else ""),
+            "normalises with micro-batch statistics; its moving statistics are pooled over the "
+            "batch" + (' (batch_norm="exact" equals the full batch)' if IS_KERAS_3 else ""),
         ),
-        ("microbatch", "uses and moves by statistics of micro-batches"),
+        (
+            "microbatch",
+            "normalises with micro-batch statistics and its moving statistics follow every "
+            "micro-batch",
+        ),
         ("frozen", "is frozen"),
     ],
 )
@@ -141,3 +152,19 @@ def test_positional_verbose(capsys):
     bigbatch.accumulate(model, microbatch_size=4)
     model.fit(X, Y, 20, 1, 0)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("batch_size", [20, 100])
+def test_what_auto_has_chosen(capsys, batch_size):
+    lines = said(capsys, {"microbatch_size": "auto"}, batch_size=batch_size)
+    assert lines[0].startswith("bigbatch: each batch in micro-batches as large as the memory")
+    assert lines[1].startswith("bigbatch: the whole batch fits, nothing is accumulated: about ")
+
+
+def test_many_layers_with_long_names(capsys):
+    """`said` checks that no line is wider than 100 columns."""
+    norms = [
+        layers.BatchNormalization(name=f"a_normalisation_{'x' * 20}_{i}") for i in range(9)
+    ]
+    lines = said(capsys, {"microbatch_size": 4}, model_layers=norms)
+    assert lines[1].endswith(" and 4 more")

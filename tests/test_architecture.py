@@ -38,7 +38,7 @@ def allowed_frameworks(path: str) -> set[str]:
         return {"torch", "keras"}
     if path.startswith("backends/jax/"):
         return {"jax", "keras"}
-    if path == "demo.py":
+    if path == "demo/programs.py":
         return {"tensorflow", "keras"}  # a program of a user's
     return {"loops": {"tensorflow"}, "backends": {"keras"}}.get(package, set())
 

@@ -92,6 +92,12 @@ def test_advice(size, words):
     advice = estimate.advice()
     assert words in advice
     assert f"Your batch of {4 * size}" in advice or words == "above the critical"
+    low, high = estimate.interval
+    agrees = {"below": estimate.batch_size < low, "above": estimate.batch_size > high}
+    agrees["near"] = not any(agrees.values())
+    assert [word for word in agrees if f" {word} the critical" in advice] == [
+        word for word, is_so in agrees.items() if is_so
+    ]
 
 
 def test_nan_leaves_the_average_alone():

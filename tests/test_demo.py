@@ -8,8 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree
 
 import pytest
+
+from bigbatch.demo import story
+from bigbatch.errors import ContextError
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
@@ -26,6 +30,7 @@ def demo(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not re.search(r"oneDNN|absl|WARNING|cpu_feature", done.stdout + done.stderr)
     return directory, done.stdout
 
 
@@ -56,15 +61,35 @@ class Page(html.parser.HTMLParser):
 @pytest.mark.slow
 def test_the_story(demo):
     directory, output = demo
-    assert "batch_size=512): out of memory" in output
+    titles = re.findall(r"^(\d)\. ", output, re.MULTILINE)
+    assert titles == ["1", "2", "3", "4", "5"]
+    assert re.search(r"batch_size=512\) +out of memory", output)
     differences = dict(
-        re.findall(r"^ (bigbatch|Keras' own|loss / k by hand) +(\S+)", output, re.M)
+        re.findall(r"^ ?(bigbatch|Keras' own|loss / k by hand) +(\S+)", output, re.M)
     )
     assert float(differences["bigbatch"]) <= 5e-6  # rounding of float32
     assert float(differences["Keras' own"]) > 1e-3
     assert float(differences["loss / k by hand"]) > 1e-3
     assert "Your batch of" in output or "not yet known" in output
     assert (directory / "demo.png").read_bytes().startswith(b"\x89PNG")
+    (size,) = re.findall(r"trains, (\d+) at a time", output)
+    (chosen,) = re.findall(rf"^ ?{size}, chosen, while training +(\S+) MiB", output, re.M)
+    assert float(chosen) < 24  # below the line of the device
+    exact, pooled = (
+        float(re.search(rf'batch_norm="{name}" +(\S+)', output).group(1))
+        for name in ("exact", "pooled")
+    )
+    assert exact <= 5e-6 < 1e-3 < pooled
+
+
+@pytest.mark.slow
+def test_the_recording_of_the_terminal_loads_nothing(demo):
+    directory, _ = demo
+    recording = (directory / "demo.svg").read_text()
+    assert recording.startswith("<svg")
+    assert "out&#160;of&#160;memory" in recording
+    assert not re.search(r"url\(.?http|href=|@import", recording)
+    xml.etree.ElementTree.fromstring(recording)
 
 
 @pytest.mark.slow
@@ -74,14 +99,24 @@ def test_the_page_says_the_same_and_needs_nothing_else(demo):
     assert page.open == []
     assert page.viewport
     assert page.loaded == []
-    (difference,) = re.findall(r"^ bigbatch +(\S+)", output, re.MULTILINE)
+    (difference,) = re.findall(r"^ ?bigbatch +(\S+)", output, re.MULTILINE)
     assert difference in page.cells
     assert "out of memory" in page.cells
+    text = (directory / "demo.html").read_text()
+    assert text.count("<section>") == text.count("<pre>") == 5
+    assert text.count("<img ") == 4
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_what_a_part_that_fails_has_printed_is_shown(monkeypatch):
+    monkeypatch.setattr(story, "PROGRAMS", "bigbatch.no_such_module")
+    with pytest.raises(ContextError, match=r"No module named bigbatch\.no_such_module"):
+        story._run_programs()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize("width", [412, 1280])
 def test_the_page_in_a_browser(demo, width, tmp_path):
     """Nothing is wider than the window, and the picture is there."""
     directory, _ = demo
@@ -104,4 +139,4 @@ def test_the_page_in_a_browser(demo, width, tmp_path):
         timeout=120,
         check=True,
     )
-    assert "<title>true,true,3</title>" in done.stdout
+    assert "<title>true,true,4</title>" in done.stdout

@@ -1,4 +1,4 @@
-"""The table of supported versions in the README is that of the last run of `make matrix`."""
+"""The table of versions in docs/versions.md is that of the last run of `make matrix`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def results():
     return json.loads(matrix.RESULTS.read_text())
 
 
-def test_the_readme_has_the_table_of_the_results():
-    readme = matrix.README.read_text()
-    assert matrix.table(results()) in readme
-    assert matrix.with_table(readme, results()) == readme
+def test_the_page_has_the_table_of_the_results():
+    page = matrix.PAGE.read_text()
+    assert matrix.table(results()) in page
+    assert matrix.with_table(page, results()) == page
 
 
 def test_a_row_that_fails_would_show():
@@ -26,8 +26,8 @@ def test_a_row_that_fails_would_show():
     name = matrix.ROWS[0].name
     noted = {**results()[name], "loops": False}
     assert "fails" in matrix.table({name: noted})
-    assert matrix.with_table(matrix.README.read_text(), {name: noted}) != (
-        matrix.README.read_text()
+    assert matrix.with_table(matrix.PAGE.read_text(), {name: noted}) != (
+        matrix.PAGE.read_text()
     )
 
 
@@ -91,15 +91,15 @@ def test_the_commit_says_whether_files_were_changed(monkeypatch):
 def test_the_results_themselves_are_no_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     monkeypatch.setattr(matrix, "RESULTS", tmp_path / "matrix.json")
-    monkeypatch.setattr(matrix, "README", tmp_path / "README.md")
-    for path in (matrix.RESULTS, matrix.README, source := tmp_path / "source.py"):
+    monkeypatch.setattr(matrix, "PAGE", tmp_path / "page.md")
+    for path in (matrix.RESULTS, matrix.PAGE, source := tmp_path / "source.py"):
         path.write_text("1")
     matrix.git("init", "--quiet")
     matrix.git("add", ".")
     author = ("-c", "user.name=test", "-c", "user.email=test@localhost")
     matrix.git(*author, "commit", "--quiet", "--no-verify", "-m", "test")
     matrix.RESULTS.write_text("2")
-    matrix.README.write_text("2")
+    matrix.PAGE.write_text("2")
     assert re.fullmatch("[0-9a-f]{7}", matrix.current_commit())
     source.write_text("2")
     assert matrix.current_commit().endswith("+changes")
@@ -132,3 +132,10 @@ def test_a_run_notes_its_commit(monkeypatch, tmp_path):
 def test_unknown_rows_are_refused(capsys):
     assert matrix.main(["tf0.1"]) == 2
     assert "tf0.1" in capsys.readouterr().out
+
+
+def test_the_workflow_runs_the_rows_that_there_are():
+    workflow = (matrix.ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    found = set(re.findall(r"\{ row: (\S+), python: \"([\d.]+)\" \}", workflow))
+    # Python 3.7 is not offered there.
+    assert found == {(row.name, row.python) for row in matrix.ROWS if row.name != "tf1.14"}

@@ -123,6 +123,30 @@ def test_a_plan_for_machines_notebooks_and_eyes():
         plan.batch_size = 3
 
 
+def test_a_plan_where_memory_cannot_be_measured_says_so_and_draws_no_line():
+    remark = "the memory of the device cannot be measured here"
+    plan = dataclasses.replace(made_up(), is_rough=True, remarks=(remark,))
+    text = str(plan)
+    assert "(memory cannot be measured here)" in text.replace("\n", " ")
+    assert f"- {remark}" in text
+    assert text.count("about ") > str(made_up()).count("about ")
+    (axes,) = plan.plot().axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["rough: memory of the process", "limit", "chosen: 92"]
+
+
+def test_a_plan_on_this_device_says_whether_memory_was_measured():
+    model = compiled()
+    plan = bigbatch.plan(model, DENSE_X, DENSE_Y, batch_size=8, verbose=False)
+    can_count = True
+    try:
+        tf.config.experimental.get_memory_info("CPU:0")
+    except ValueError:
+        can_count = False
+    assert plan.is_rough is not can_count
+    assert ("cannot be measured here" in str(plan)) is not can_count
+
+
 def compiled():
     model = dense()
     model.compile("adam", "mse")

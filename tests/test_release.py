@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +73,43 @@ def test_the_sdist_holds_what_a_contributor_needs(sdist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = ("Makefile", "constraints.txt", "tests/conftest.py", "docs/index.md", "README.md")
     assert [name for name in wanted if name not in names] == []
+
+
+@pytest.fixture(scope="module")
+def readme_of() -> Any:
+    """What makes a package page of the README."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.for_package_page
+
+
+def test_the_package_page_has_no_links_that_lead_nowhere(wheel, readme_of):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [one for one in archive.namelist() if one.endswith("/METADATA")]
+        page = archive.read(name).decode()
+    assert "bigbatch.accumulate(model, microbatch_size=32)" in page
+    relative = r"\]\((?!https?:|#)"
+    assert not re.search(relative, page)
+    assert "classifier: license" not in page.lower()  # deprecated beside License-Expression
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(relative, readme)  # or this tests nothing
+    there = readme_of(readme, "https://example.org/files")
+    assert not re.search(relative, there)
+    assert "![Terminal recording of the demo](https://example.org/files/docs/demo.svg)" in there
+
+
+def test_twine_finds_nothing_wrong(sdist, wheel):
+    pytest.importorskip("twine", reason="twine is in the extra `dev`; make sets it up")
+    run(sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel))
+
+
+def test_the_package_shows_public_names_only():
+    names = [name for name in dir(bigbatch) if not name.startswith("__")]
+    assert names == sorted(name for name in bigbatch.__all__ if not name.startswith("__"))
+    assert "accumulate" in names
 
 
 def test_versions_agree():

@@ -222,3 +222,42 @@ def test_the_version_and_help(capsys):
     assert capsys.readouterr().out == f"bigbatch {bigbatch.__version__}\n"
     assert exit_code() == 0
     assert "bigbatch run train.py --microbatch-size auto" in capsys.readouterr().out
+
+
+NOISY = """
+import os, sys
+os.write(2, b"noise of C code\\n")
+print("noise of Python", file=sys.stderr)
+if os.environ.get("FAIL"):
+    raise ImportError("broken")
+"""
+QUIETLY = """
+import sys
+from bigbatch.core.quiet import quiet_import
+
+with quiet_import("noisy"):
+    import noisy
+    import noisy
+print("said", file=sys.stderr)
+assert noisy.__name__ == "noisy"
+assert not any(type(one).__name__ == "_Finder" for one in sys.meta_path)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_import_of_a_framework_is_silent_unless_it_fails(tmp_path, fails):
+    (tmp_path / "noisy.py").write_text(NOISY)
+    (tmp_path / "main.py").write_text(QUIETLY)
+    environment = {**os.environ, "FAIL": "1" if fails else ""}
+    done = subprocess.run(
+        [sys.executable, "main.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ("noise of C code" in done.stderr) is ("noise of Python" in done.stderr) is fails
+    assert ("said" in done.stderr) is not fails
+    assert ("ImportError: broken" in done.stderr) is fails
+    assert done.returncode == int(fails)

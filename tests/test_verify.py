@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -365,8 +366,23 @@ def test_it_can_be_printed_read_and_sent():
     text = str(result)
     assert "first" in text
     assert "LayerNormalization" in text
+    assert "gradient: max |Δ| / max " in text
+    assert "\n\n\n" not in text
+    assert "not counted" not in text
     assert "<table>" in result._repr_html_()
     assert json.loads(json.dumps(result.to_dict()))["ok"] is False
+
+
+def test_memory_is_shown_only_where_it_was_measured():
+    result = verify(convolutional)
+    costs = [replace(one, peak=2**21) for one in (result.full, result.accumulated)]
+    measured = replace(result, full=costs[0], accumulated=costs[1])
+    assert "2.0 MiB" in str(measured)
+    assert "Memory was not measured" not in str(measured)
+    unknown = replace(result, full=replace(costs[0], peak=None), accumulated=costs[1])
+    assert "MiB" not in str(unknown)
+    assert "peak memory" not in str(unknown)
+    assert "Memory was not measured" in str(unknown)
 
 
 def test_one_sample_and_one_micro_batch():

@@ -1,4 +1,4 @@
-"""Train with any batch size on the memory you have; get the same update as the full batch.
+"""Gradient accumulation for Keras and TensorFlow: the same update as the full batch.
 
 Importing `bigbatch` imports no framework: the public names below are resolved when they
 are first used.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bigbatch.planner.measure import plan as plan
     from bigbatch.planner.plan import Plan as Plan
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "ExactBatchNorm": "bigbatch.core.exact",
@@ -133,4 +133,4 @@ def _keras_runs_on_tensorflow() -> bool:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -1,4 +1,4 @@
-"""The command `bigbatch`: parse what is asked for, and print what comes out."""
+"""The command `bigbatch`: parse arguments and print results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Sequence
 
 from bigbatch import __version__
 from bigbatch.core.arguments import positive_integer
+from bigbatch.core.quiet import quiet_import
 from bigbatch.errors import ArgumentError, BigbatchError, explain
 
 _FACTORY = """
@@ -29,7 +30,7 @@ examples:
   bigbatch plan train:make --batch-size 256
   bigbatch plan train:make --batch-size 256 --memory-limit 8GiB --plot plan.png
 {_FACTORY}\
-exit codes: 0 it fits, 1 it does not, 2 what was asked for cannot be done
+exit codes: 0 it fits, 1 it does not, 2 the plan cannot be made
 """
 
 _VERIFY = f"""\
@@ -37,7 +38,7 @@ examples:
   bigbatch verify train:make --microbatch-size 32
   bigbatch verify train:make --microbatch-size 32 --coupled --json
 {_FACTORY}\
-exit codes: 0 it is the same, 1 it is not, 2 what was asked for cannot be done
+exit codes: 0 equal, 1 not equal, 2 the comparison cannot be made
 """
 
 _DEMO = """\
@@ -45,7 +46,7 @@ examples:
   bigbatch demo
   bigbatch demo --output results
 
-exit codes: 0 all is well, 2 it could not be run
+exit codes: 0 it ran, 2 it could not be run
 """
 
 _BATCH_NORM = ("pooled", "exact", "microbatch", "frozen")
@@ -58,7 +59,7 @@ examples:
   bigbatch run train.py --microbatch-size 32 -- --epochs 10
   bigbatch run train.py --accumulation-steps 8
 
-exit codes: those of the script, or 2 if what was asked for cannot be done
+exit codes: the exit code of the script, or 2 if the arguments are wrong
 """
 
 _ALL = """\
@@ -88,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_CPU_ALLOCATOR_USE_BFC", "true")
     try:
-        return options.run(options)
+        with quiet_import("tensorflow"):
+            return options.run(options)
     except BigbatchError as error:
         print(error, file=sys.stderr)
     except ModuleNotFoundError as error:
@@ -116,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         "bigbatch",
-        description="Train with any batch size on the memory you have.",
+        description="Gradient accumulation for Keras that equals the full batch.",
         epilog=_ALL,
         formatter_class=shape,
     )
@@ -144,12 +146,15 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(command: Any) -> None:
     demo = command(
         _demo,
-        "the main job in a minute",
-        "Train on a device that is too small, and see that nothing is lost.",
+        "see what bigbatch does, in a minute",
+        "Train with a batch that does not fit a small device, and compare with the full batch.",
         _DEMO,
     )
     demo.add_argument(
-        "--output", default=".", metavar="DIRECTORY", help="where demo.png and demo.html go"
+        "--output",
+        default=".",
+        metavar="DIRECTORY",
+        help="where demo.html, demo.png and demo.svg go",
     )
 
 
@@ -171,13 +176,13 @@ def _add_run(command: Any) -> None:
         "--microbatch-size",
         type=_size,
         metavar="N|auto",
-        help="cut batches into so many samples",
+        help="cut each batch into micro-batches of N samples",
     )
     how.add_argument(
         "--accumulation-steps",
         type=_number,
         metavar="N",
-        help="batches of the data per update",
+        help="make one update from N batches of the data set",
     )
     _add_setting(run)
 
@@ -186,7 +191,7 @@ def _add_verify(command: Any) -> None:
     verify = command(
         _verify,
         "does it equal the full batch on my model?",
-        "Compare an update from micro-batches with that of the full batch, on a model.",
+        "Compare an update from micro-batches with the full batch, on your model.",
         _VERIFY,
     )
     _add_factory(verify)
@@ -204,8 +209,8 @@ def _add_verify(command: Any) -> None:
 def _add_plan(command: Any) -> None:
     plan = command(
         _plan,
-        "which micro-batch fits, and what it takes",
-        "Measure what micro-batches take, and choose one that fits.",
+        "find the micro-batch size that fits this device",
+        "Measure the memory of micro-batches, and choose a size that fits.",
         _PLAN,
     )
     _add_factory(plan)
@@ -215,7 +220,7 @@ def _add_plan(command: Any) -> None:
     plan.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        help="the memory to plan for: 8GiB; if not given, that of this machine",
+        help="the memory to plan for, such as 8GiB; default: this device",
     )
     plan.add_argument("--time", action="store_true", help="measure the time of updates, too")
     plan.add_argument("--plot", metavar="FILE", help="draw the plan into a PNG or PDF file")
@@ -252,14 +257,18 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         default="auto",
-        help="compute the loss on the whole batch, by two passes, whatever a trial says",
+        help="compute the loss on the whole batch, by two passes, without a trial",
     )
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from bigbatch.demo import run
+    from bigbatch.demo.story import run
 
-    run(Path(options.output), lambda report: _show(report, None))
+    def show(report: Any) -> None:
+        _show(report, None)
+        print(flush=True)
+
+    run(Path(options.output), show)
     return 0
 
 

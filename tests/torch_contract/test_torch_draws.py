@@ -109,7 +109,7 @@ def test_the_banner_names_layers_with_other_draws(capsys):
     assert "random draws" not in said("split", unseeded, seeded)
     assert "random draws" not in said("window", seeded)
     assert "dropout_" in said("window", unseeded)
-    assert "random draws are not those" in said("split", lambda: layers.GaussianNoise(0.1))
+    assert "random draws differ from" in said("split", lambda: layers.GaussianNoise(0.1))
 
 
 def test_a_failed_batch_gives_the_random_numbers_back():

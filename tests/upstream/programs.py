@@ -455,7 +455,8 @@ def compare(name: str, mode: str) -> Outcome:
         difference = _difference(plain, accumulated)
     except Exception as exception:
         error = _first_line(exception)
-    lines = dict.fromkeys(said.getvalue().splitlines())
+    # Lines that are too long are continued, indented.
+    lines = dict.fromkeys(said.getvalue().replace("\n" + 10 * " ", " ").splitlines())
     announced = [
         text
         for text in (line.partition("bigbatch: ")[2] for line in lines)

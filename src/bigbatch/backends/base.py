@@ -22,11 +22,8 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
 
     ops: Any
     """Operations on tensors: see `bigbatch.backends.tensorflow.ops`."""
-    few_samples: Any = None
-    """Functions of a few samples of a batch: see `bigbatch.backends.tensorflow.few_samples`.
-
-    `None` where `fit` cannot check itself.
-    """
+    few_samples: Any
+    """Functions of a few samples of a batch: see `bigbatch.backends.tensorflow.few_samples`."""
     data: Any
     """Functions of what `fit` hands over: see `bigbatch.backends.tensorflow.data`."""
     OUT_OF_MEMORY: type[Exception]

@@ -11,7 +11,7 @@ def cross_microbatch_sum(x: Any) -> Any:
 
     Use it in a layer or a loss that needs numbers of the whole batch, in a model that trains
     with `accumulate(model, ..., batch_norm="exact")`. Its gradient is such a sum again, so that
-    the update is that of the full batch. Where a batch is not cut, in plain
+    the update equals the full batch. Where a batch is not cut, in plain
     training, evaluation and prediction, it returns the tensor itself.
 
     Args:

@@ -67,6 +67,31 @@ def _backend(package: str) -> Backend:
     return module.Keras2(importlib.import_module(name))
 
 
+@contextlib.contextmanager
+def hidden_from_progress_bar(model: Any, names: Callable[[], set[str]]) -> Iterator[None]:
+    """Return a block in which the progress bar of a model does not show some logs.
+
+    Keras makes the progress bar inside `fit` and hands it the logs of all callbacks.
+
+    Args:
+        model: a Keras model.
+        names: returns the names of logs to leave out.
+    """
+    bar = importlib.import_module(_package_of(model) or "keras").callbacks.ProgbarLogger
+    on_epoch_end = bar.on_epoch_end
+
+    def shown(self: Any, epoch: int, logs: Any = None) -> None:
+        hidden = names() if self.model is model else ()
+        logs = {name: value for name, value in (logs or {}).items() if name not in hidden}
+        on_epoch_end(self, epoch, logs)
+
+    bar.on_epoch_end = shown
+    try:
+        yield
+    finally:
+        bar.on_epoch_end = on_epoch_end
+
+
 class Callback(keras.callbacks.Callback):
     """A callback for models of every Keras, with nothing to do for single batches."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -21,13 +21,17 @@ _UPDATES = (0, 1, 7, 100, 1_000, 12_345, 1_000_000)
 
 
 def scale_learning_rate(
-    rate_or_schedule: Any, *, batch_size: int, reference_batch_size: int, rule: str = "linear"
+    rate_or_schedule: Any,
+    *,
+    batch_size: int,
+    reference_batch_size: int,
+    rule: Literal["linear", "sqrt"] = "linear",
 ) -> Any:
     """Return the learning rate for a batch size, given one that is good for another.
 
     Args:
         rate_or_schedule: a number, a `keras.optimizers.schedules.LearningRateSchedule`, or any
-            function that returns a rate, such as that of a `LearningRateScheduler`.
+            function that returns a rate, such as one for a `LearningRateScheduler`.
         batch_size: the batch size to train with.
         reference_batch_size: the batch size that the rate is good for.
         rule: "linear" (SGD: twice the batch, twice the rate) or "sqrt" (Adam and the like).
@@ -74,7 +78,7 @@ def scale_learning_rate(
 
 def _scaled_schedule(schedule: Any, factor: float) -> Any:
     """Return a schedule of the same class with other rates, if there is one that is right."""
-    with contextlib.suppress(Exception):  # an own class may have no configuration
+    with contextlib.suppress(Exception):  # a custom class may have no configuration
         config = dict(schedule.get_config())
         for name in _RATES:
             if config.get(name) is not None:

@@ -14,7 +14,7 @@ MARGIN = 0.05
 """The part of the memory that is left free: what measuring and the allocator may be off by."""
 
 GAP = 0.125
-"""How far, relative to a size that fits, the next that does not may be away."""
+"""Stop when the smallest failing size is within 12.5 % of the largest fitting one."""
 
 
 class MemoryCurve:

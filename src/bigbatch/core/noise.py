@@ -131,7 +131,12 @@ class Estimate:
                 f"{yours} is far below the critical batch of about {known}: accumulating more "
                 "should pay nearly linearly."
             ).capitalize()
-        if batch > high * 2:
+        if batch < low:
+            return (
+                f"{yours} is below the critical batch of about {known}: accumulating more "
+                "should pay."
+            ).capitalize()
+        if batch > high:
             return (
                 f"{yours} is above the critical batch of about {known}: fewer micro-batches "
                 "would be as good, with more updates."
@@ -143,7 +148,7 @@ class Estimate:
 
 
 class NoiseScaleEstimator:
-    """Estimates the gradient noise scale in an own training loop, update by update.
+    """Estimates the gradient noise scale in a custom training loop, update by update.
 
     Example:
         >>> estimator = NoiseScaleEstimator()

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import textwrap
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Sequence, Tuple
 
 _WIDTH = 88
+
+SAID_WIDTH = 100
+"""The columns of what is printed while a model trains."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,15 @@ class Report:
 
         parts: list[Any] = [Text(self.title, style="bold")]
         for table in self.tables:
-            drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+            drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
             for index, heading in enumerate(table.headings):
                 drawn.add_column(Text(heading), justify="right" if index else "left")
             for index, row in enumerate(table.rows):
                 style = "bold green" if index == table.marked else ""
                 drawn.add_row(*map(Text, row), style=style)
-            parts.append(drawn)
-        parts += [Text(f"- {note}") for note in self.notes]
+            parts += [Text(""), drawn]
+        if self.notes:
+            parts += [Text(""), *(_note(note) for note in self.notes)]
         return Group(*parts)
 
     def text(self) -> str:
@@ -66,6 +71,37 @@ class Report:
             parts.append("</tbody></table>")
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         return "".join([*parts, f"<ul>{notes}</ul>"])
+
+
+def wrapped(text: str) -> str:
+    """Return lines with those that are too long continued below, indented.
+
+    Example:
+        >>> lines = wrapped("bigbatch: " + "word " * 20).splitlines()
+        >>> len(lines[0]) <= 100, lines[1]
+        (True, '          word word')
+    """
+    indent = " " * len("bigbatch: ")
+    return "\n".join(
+        textwrap.fill(
+            line,
+            SAID_WIDTH,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
+
+
+def _note(text: str) -> Any:
+    """Return a sentence for a terminal, with a hanging indent."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    grid = RichTable.grid(padding=(0, 1))
+    grid.add_row("-", Text(text))
+    return grid
 
 
 @contextlib.contextmanager

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Sequence
 
-from matplotlib.figure import Figure
-
+from bigbatch.core.drawing import Drawing
 from bigbatch.core.noise import Estimate
 
 
 def noise_figure(history: Sequence[Estimate]) -> Any:
     """Return a Matplotlib figure of the critical batch size, epoch by epoch."""
-    drawing = Figure(figsize=(7, 3.8), layout="constrained")
+    drawing = Drawing(figsize=(7, 3.8), layout="constrained")
     axes = drawing.subplots()
     draw_noise(axes, history)
     return drawing

@@ -1,4 +1,4 @@
-"""`Monitor`: a callback that logs what updates are made of."""
+"""`Monitor`: a callback that logs how updates were made."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import math
 from typing import Any
 
 from bigbatch.backends.keras import Callback
-from bigbatch.engine.hooks import observe
+from bigbatch.engine.hooks import is_attached, observe
 from bigbatch.engine.trial import memory_of
 
 
 class Monitor(Callback):
-    """Adds to the logs of every epoch what its updates were made of.
+    """Logs the updates, micro-batches, effective batch size and peak memory of every epoch.
 
-    - `updates`: how many there were,
-    - `micro_batches`: of how many micro-batches they were made, on all replicas,
-    - `effective_batch_size`: the samples of an update, on average,
-    - `peak_memory`: the most bytes in use on a device so far in this epoch; NaN where the
-      device does not say (a CPU does with `TF_CPU_ALLOCATOR_USE_BFC=true`).
+    - `updates`: the number of updates,
+    - `micro_batches`: the number of micro-batches, on all replicas,
+    - `effective_batch_size`: the mean number of samples of an update,
+    - `peak_memory`: the most bytes in use on a device in this epoch; NaN where the
+      device does not count them (a CPU does with `TF_CPU_ALLOCATOR_USE_BFC=true`).
 
-    So `history`, `TensorBoard`, `CSVLogger` and all other loggers have them, wherever this
-    stands in the list of callbacks.
+    `history`, `TensorBoard`, `CSVLogger` and all other loggers get these values, whatever the
+    order of callbacks. The progress bar does not show them. For a model that does not
+    accumulate nothing is logged.
 
     Example:
         >>> import keras
@@ -43,17 +44,24 @@ class Monitor(Callback):
     def set_model(self, model: Any) -> None:
         """Let the updates of a model be counted."""
         super().set_model(model)
+        self._statistics = None
+        if not is_attached(model):
+            return
         self._statistics = observe(model, what="Monitor", with_noise=False)
-        self._statistics.logs.update(
-            updates=lambda: self._done(0),
-            micro_batches=lambda: self._done(1),
-            effective_batch_size=lambda: self._done(2) / max(1, self._done(0)),
-            peak_memory=self._peak_memory,
-        )
+        logs = {
+            "updates": lambda: self._done(0),
+            "micro_batches": lambda: self._done(1),
+            "effective_batch_size": lambda: self._done(2) / max(1, self._done(0)),
+            "peak_memory": self._peak_memory,
+        }
+        self._statistics.logs.update(logs)
+        self._statistics.hidden.update(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Count from here."""
         del epoch, logs
+        if self._statistics is None:
+            return
         self._before = self._statistics.counts
         memory = memory_of(self.model)
         if memory.is_hard:

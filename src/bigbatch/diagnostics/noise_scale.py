@@ -1,4 +1,4 @@
-"""`NoiseScale`: a callback that says which batch size is worth having."""
+"""`NoiseScale`: a callback that estimates the critical batch size."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class NoiseScale(Callback):
 
     @property
     def estimate(self) -> Estimate:
-        """All that is known."""
+        """The estimate so far."""
         return Estimate() if self._statistics is None else self._statistics.estimate
 
     @property
@@ -69,8 +69,13 @@ class NoiseScale(Callback):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Between what the critical batch size is, with 95 % confidence, if that is known."""
+        """The 95 % interval of the critical batch size; `None` is "not yet known"."""
         return self.estimate.interval
+
+    def _repr_html_(self) -> str:
+        from bigbatch.core.report import Report
+
+        return Report("Gradient noise scale", [], [self.advice()]).html()
 
     def advice(self) -> str:
         """Say in one sentence what the batch size is worth."""

@@ -39,16 +39,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one update takes."""
+    """The time and memory of one update."""
 
     seconds: float
     peak: int | None
     """The most bytes in use, if the device counts them."""
-
-    @property
-    def readable_peak(self) -> str:
-        """The peak, for people."""
-        return "not counted" if self.peak is None else readable(self.peak)
 
 
 @dataclass(frozen=True)
@@ -120,27 +115,40 @@ class Verification:
         """Return what `print` shows."""
         rows = sorted(self.differences, key=lambda one: -max(one.gradient, one.weight))
         variables = Table(
-            ("variable", "gradient", "update"),
+            ("variable", "gradient: max |Δ| / max", "update: max |Δ| / max"),
             [
                 (one.variable, f"{one.gradient:.1e}", f"{one.weight:.1e}")
                 for one in rows[:_SHOWN]
             ],
         )
-        logs = Table(("logged", "difference"), [(k, f"{v:.1e}") for k, v in self.logs.items()])
-        costs = Table(
-            ("one update", "peak memory", "time"),
-            [
-                (name, cost.readable_peak, f"{cost.seconds:.3g} s")
-                for name, cost in (("full batch", self.full), ("accumulated", self.accumulated))
-                if cost is not None
-            ],
+        logs = Table(
+            ("logged value", "|Δ| / |full batch|"),
+            [(name, f"{value:.1e}") for name, value in self.logs.items()],
         )
-        tables = [table for table in (variables, logs, costs) if table.rows]
+        tables = [table for table in (variables, logs, self._costs()) if table.rows]
         notes = [f"{one.where}: {one.what}. {one.fix}" for one in self.hazards]
         more = len(rows) - _SHOWN
         if more > 0:
             notes.append(f"{more} more variables differ less.")
+        if self.full is not None and self.full.peak is None:
+            notes.append("Memory was not measured: this device does not count it.")
         return Report(self.verdict, tables, [*notes, *self.notes])
+
+    def _costs(self) -> Table:
+        """Return time, and memory if it was measured, of both updates."""
+        costs = [("full batch", self.full), ("accumulated", self.accumulated)]
+        known = [(name, cost) for name, cost in costs if cost is not None]
+        is_measured = bool(known) and all(cost.peak is not None for _, cost in known)
+        headings = ("one update", "time", *(["peak memory"] if is_measured else []))
+        rows = [
+            (
+                name,
+                f"{cost.seconds:.3g} s",
+                *([readable(cost.peak or 0)] if is_measured else []),
+            )
+            for name, cost in known
+        ]
+        return Table(headings, rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything, for machines; what is not finite is `None`."""

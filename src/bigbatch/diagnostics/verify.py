@@ -44,16 +44,16 @@ def verify(
     sample_weight: Any = None,
     *,
     microbatch_size: int,
-    batch_norm: str | ExactBatchNorm = "pooled",
+    batch_norm: Literal["pooled", "exact", "microbatch", "frozen"] | ExactBatchNorm = "pooled",
     coupled: bool | Literal["auto"] = "auto",
     verbose: bool = True,
 ) -> Verification:
     """Compare one update of the full batch with one from micro-batches, on this model.
 
     Both are made as `fit` makes them, from the same weights, and undone: the model, its
-    optimizer and its random state are as before (and built, if they were not). Whatever could
-    make them differ is looked for by trying: which layer draws random numbers, in which the
-    samples of a batch meet, whether they meet in the loss.
+    optimizer and its random state are as before (and built, if they were not). Causes of a
+    difference are found by trying: layers that draw random numbers, layers that mix samples,
+    and losses that compare samples.
 
     Args:
         model: a compiled Keras 3 model (on TensorFlow, JAX or torch), on one device.
@@ -139,7 +139,7 @@ class _Comparison:
             with self._without_draws(random):
                 if sample.is_enough:
                     changing = self._tried(sample.changing_layers)
-                    self._look_for_meetings(sample)
+                    self._look_for_mixing(sample)
             result = self._compare(count)
             if result.is_equal or not result.samples:
                 return result
@@ -156,7 +156,7 @@ class _Comparison:
     ) -> Verification:
         """Compare once more, and name layers that draw if the difference is theirs.
 
-        Uniform and normal draws are those of the full batch, others cannot be.
+        Uniform and normal draws equal the full batch, others cannot.
         """
         notes = list(self._notes)
         with self._without_draws(random):
@@ -187,9 +187,9 @@ class _Comparison:
         self._hazards.append(
             Hazard(
                 _name(layer),
-                "it draws random numbers that cannot be those of the full batch",
-                "Nothing to do if others from the same distribution will do. Draw uniform or "
-                "normal numbers by keras.random and a SeedGenerator to have the same.",
+                "it draws random numbers that cannot equal the full batch",
+                "Nothing to do if other numbers of the same distribution will do. To have the "
+                "same, draw uniform or normal numbers by keras.random and a SeedGenerator.",
             )
         )
 
@@ -311,7 +311,7 @@ class _Comparison:
             self._notes.append(f"Layers could not be tried one by one: {reason}")
             return []
 
-    def _look_for_meetings(self, sample: Any) -> None:
+    def _look_for_mixing(self, sample: Any) -> None:
         norm = BatchNorm(self._model, self._setting.batch_norm)
         # Layers that mix samples by `cross_microbatch_sum` are exact with exact statistics.
         mixing = [] if norm.is_exact else self._tried(sample.mixing_layers, norm.watching())
@@ -320,11 +320,12 @@ class _Comparison:
             self._hazards.append(
                 Hazard(
                     _name(layer),
-                    "the samples of a batch meet in it, and those of a micro-batch are fewer",
-                    "Use LayerNormalization or GroupNormalization, larger micro-batches, or "
-                    'batch_norm="frozen".'
+                    "it mixes samples, and a micro-batch has fewer of them than the batch",
+                    'Pass batch_norm="exact" (Keras 3 on TensorFlow), or use '
+                    "LayerNormalization or GroupNormalization."
                     if is_norm
-                    else "Let every sample be computed by itself.",
+                    else "Compute every sample by itself, or mix samples by "
+                    'bigbatch.cross_microbatch_sum and pass batch_norm="exact".',
                 )
             )
         name = None

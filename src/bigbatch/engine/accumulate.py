@@ -35,7 +35,7 @@ def accumulate(
 ) -> Model:
     """Let `model.fit` accumulate gradients, with the update of the full batch.
 
-    `fit`, callbacks, the optimizer and saving stay as they are. There are two modes:
+    `fit`, callbacks, the optimizer and saving work unchanged. There are two modes:
 
     - `microbatch_size=32` cuts the batches that `fit` is given: `fit(batch_size=256)` makes
       one update of 256 samples, and holds 32 of them on the device at a time;
@@ -63,13 +63,13 @@ def accumulate(
             again with micro-batches half as large.
         accumulation_steps: batches of the data set per update: a number, or a function from
             the number of updates made to one (a batch-size schedule).
-        batch_norm: what BatchNormalization does, which normalises with the statistics of a
-            micro-batch: "pooled" (its moving statistics are moved once per batch, by those of
-            the whole batch), "exact" or an `ExactBatchNorm` (it normalises with the statistics
-            of the whole batch, gradients included, over all replicas: micro-batches run in
-            stages, which takes more time; Keras 3 on TensorFlow), "microbatch" (as Keras has
-            it) or "frozen" (inference mode). But for "exact", on several replicas a
-            micro-batch's statistics are those of one replica, also with `synchronized=True`.
+        batch_norm: how BatchNormalization works: "pooled" (it normalises with the statistics
+            of a micro-batch; its moving statistics are moved once per batch, by the statistics
+            of the whole batch), "exact" or an `ExactBatchNorm` (it normalises with the
+            statistics of the whole batch, gradients included, over all replicas: micro-batches
+            run in stages, which takes more time; Keras 3 on TensorFlow), "microbatch" (as Keras
+            has it) or "frozen" (inference mode). But for "exact", on several replicas a
+            micro-batch's statistics come from one replica, also with `synchronized=True`.
         coupled: whether the loss is computed on the whole batch, as contrastive losses and
             losses that divide by labels must be. Then two passes are made over a batch: outputs
             first, the loss of the whole batch, and gradients in the second pass. That is exact
@@ -77,7 +77,7 @@ def accumulate(
             samples of the first batch shows that the loss is neither a mean nor a sum over
             samples. `True` raises an error where two passes are not possible: with a custom
             `train_step`, or a layer that mixes samples.
-        check: what to do if updates will not equal those of the full batch. Before the first
+        check: what to do if updates will not equal the full batch. Before the first
             update the real `train_step` runs on five samples of the first batch, in one part
             and cut unequally, and gradients, logged values and assigned variables are
             compared; all of it is undone. "warn" gives a `bigbatch.NotEqualWarning` that

@@ -70,8 +70,12 @@ class AutoSlices(WholeBatches):
     def _choose(self, trainer: Trainer, data: Any) -> int:
         chosen = largest_trial_that_fits(trainer, data)
         if chosen.limit is not None:
+            backend = trainer.backend
+            is_whole = chosen.size >= backend.data.largest_count(trainer.model, data)
+            what = "the whole batch" if is_whole else f"micro-batches of {chosen.size} samples"
+            fits = "fits, nothing is accumulated" if is_whole else "fit"
             self._say(
-                f"bigbatch: micro-batches of {chosen.size} samples, which take about "
-                f"{readable(chosen.peak)} of {readable(chosen.limit)}"
+                f"bigbatch: {what} {fits}: about {readable(chosen.peak)} of "
+                f"{readable(chosen.limit)}"
             )
         return chosen.size

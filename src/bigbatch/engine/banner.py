@@ -9,6 +9,7 @@ from typing import Any, Iterable
 
 from bigbatch.backends.keras import backend_of
 from bigbatch.core.exact import ALL, AUTO, HOST, ExactBatchNorm, exact_choice
+from bigbatch.core.memory import readable
 from bigbatch.engine.batch_norm import batch_norms_of, is_pooled
 from bigbatch.engine.settings import Setting
 from bigbatch.errors import ArgumentError
@@ -34,7 +35,7 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
     variables = model.trainable_variables if model.built else []
     count = sum(_width(v.dtype) * math.prod(v.shape) for v in variables)
     if count:
-        parts.append(f"gradient buffer {_bytes(count)}")
+        parts.append(f"gradient buffer {readable(count)}")
     lines = [", ".join(parts)]
     exact, norms = exact_choice(setting.batch_norm), batch_norms_of(model)
     if exact and norms:
@@ -153,16 +154,16 @@ def _kept_by_layers(model: Any, setting: Setting) -> list[str]:
     pooled = [layer for layer in norms if is_pooled(layer, batch_norm)]
     others = [layer for layer in norms if layer not in pooled]
     could_be = _could_be_exact(model, setting)
-    exact = '; batch_norm="exact" for those of the full batch' if could_be else ""
+    exact = ' (batch_norm="exact" equals the full batch)' if could_be else ""
+    normalises = "BatchNormalization normalises with micro-batch statistics"
     frozen = "BatchNormalization is frozen"
-    moving = f"BatchNormalization uses and moves by statistics of micro-batches{exact}"
+    moving = f"{normalises} and its moving statistics follow every micro-batch{exact}"
     what = {
-        "BatchNormalization uses statistics of micro-batches, and its moving statistics are "
-        f"those of the whole batch{exact}": pooled,
+        f"{normalises}; its moving statistics are pooled over the batch{exact}": pooled,
         frozen if batch_norm == "frozen" else moving: others,
-        "random draws are not those of the full batch": backend_of(
-            model
-        ).layers_with_other_draws(model, is_split=setting.microbatch_size is not None),
+        "random draws differ from the full batch": backend_of(model).layers_with_other_draws(
+            model, is_split=setting.microbatch_size is not None
+        ),
     }
     return [f"{text}: {_names(layers)}" for text, layers in what.items() if layers]
 
@@ -174,7 +175,3 @@ def _names(layers: list[Any], shown: int = 5) -> str:
 
 def _plural(count: int, noun: str, ending: str = "s") -> str:
     return f"{count} {noun}" + (ending if count != 1 else "")
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

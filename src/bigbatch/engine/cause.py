@@ -79,10 +79,10 @@ def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float)
     gradients = {item: size for item, size in found.items() if _is(item, GRADIENT)}
     whole = parts[0].gradients if parts else []
     # State that differs explains gradients, if they are equal without it.
-    is_state = bool(causes) and bool(whole) and _agree(whole, _weighted(parts[1:]), rounding)
+    is_state = bool(causes) and bool(whole) and _agree(whole, _added(parts[1:]), rounding)
     if gradients and not is_state and not any(one.where.startswith("layer") for one in causes):
         logs_agree = not any(_is(item, LOG) for item in found)
-        causes.insert(0, _of_loss(model, parts, gradients, rounding, logs_agree=logs_agree))
+        causes.insert(0, _of_loss(model, gradients, logs_agree=logs_agree))
     return causes or [_of_log(model, item, size) for item, size in found.items()]
 
 
@@ -141,10 +141,10 @@ def _mixing(model: Any, layer: Any, size: float) -> Cause:
     if backend_of(model).has_seeds(layer):
         return Cause(
             where,
-            "it draws random numbers that cannot be those of the full batch",
+            "it draws random numbers that cannot equal the full batch",
             size,
             "draw uniform or normal numbers by keras.random and a SeedGenerator; nothing is "
-            "wrong if others of the same distribution will do",
+            "wrong if other numbers of the same distribution will do",
         )
     return Cause(
         where,
@@ -158,7 +158,7 @@ def _mixing(model: Any, layer: Any, size: float) -> Cause:
 def _adding(layer: Any, size: float) -> Cause:
     return Cause(
         f"layer {layer.name!r} ({type(layer).__name__})",
-        "what it adds to the loss (add_loss) is no mean over samples",
+        "its add_loss() is no mean over samples",
         size,
         "divide what add_loss is given by the number of samples",
     )
@@ -177,7 +177,7 @@ def _of_log(model: Any, item: Item, size: float) -> Cause:
     if not backend_of(model).has_custom_train_step(model):
         return Cause(
             f"metric {item.name!r}",
-            "its result for the whole batch is not made up of those of micro-batches",
+            "its result for the whole batch cannot be computed from results of micro-batches",
             size,
             "read it from evaluate(); the weights are not concerned",
             item.name,
@@ -192,9 +192,7 @@ def _of_log(model: Any, item: Item, size: float) -> Cause:
 
 def _of_loss(
     model: Any,
-    parts: list[Part],
     gradients: dict[Item, float],
-    rounding: float,
     *,
     logs_agree: bool,
 ) -> Cause:
@@ -221,14 +219,6 @@ def _of_loss(
             subject=LOSS,
         )
     where = f"train_step of {type(model).__name__}"
-    if parts and _agree(parts[0].gradients, _weighted(parts[1:], by_share=True), rounding):
-        return Cause(
-            where,
-            f"its loss is a sum over samples, of which micro-batches give the mean; {of}",
-            size,
-            "divide the loss by the number of samples, the first dimension of x, and multiply "
-            "the learning rate by that of the batch",
-        )
     if logs_agree:
         return Cause(
             where,
@@ -247,14 +237,12 @@ def _of_loss(
     )
 
 
-def _weighted(parts: list[Part], *, by_share: bool = False) -> list[Any]:
-    """Return the sum of the gradients of parts, or what it would be were they not weighted."""
-    sums: list[Any] = []
-    for values in zip(*(one.gradients for one in parts)):
-        shares = [one.share if by_share else 1.0 for one in parts]
-        is_any = all(value is not None for value in values)
-        sums.append(sum(v / s for v, s in zip(values, shares)) if is_any else None)
-    return sums
+def _added(parts: list[Part]) -> list[Any]:
+    """Return the sum of the gradients of parts, which are weighted."""
+    return [
+        None if any(value is None for value in values) else sum(values)
+        for values in zip(*(one.gradients for one in parts))
+    ]
 
 
 def _agree(some: list[Any], others: list[Any], rounding: float) -> bool:

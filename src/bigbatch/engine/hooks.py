@@ -12,9 +12,11 @@ from typing import Any, Callable
 
 from bigbatch.backends.keras import (
     backend_of,
+    hidden_from_progress_bar,
     is_multi_worker,
     optimizers_of,
 )
+from bigbatch.core.report import wrapped
 from bigbatch.core.size_search import AUTO
 from bigbatch.engine.banner import Epoch, banner, warn_of_conflicts
 from bigbatch.engine.settings import Setting
@@ -68,7 +70,7 @@ class _Hooks:
         if self.trainer is not None:
             self.trainer.flush()  # a window that `train_on_batch` has left open
         with contextlib.suppress(TypeError):  # which `fit` itself raises better
-            # An own `fit` may pass on what it does not name.
+            # A custom `fit` may pass on arguments that it does not name.
             bound = self._signature.bind(*args, **kwargs).arguments
             self._fit_arguments = {**bound, **kwargs}
             self._is_quiet = not self._backend.is_first_worker(self._model) or (
@@ -76,7 +78,8 @@ class _Hooks:
             )
         self.is_fitting, self.is_training = True, False
         try:
-            return self._backend.fit(self, fit, self._model, *args, **kwargs)
+            with hidden_from_progress_bar(self._model, self._hidden_logs):
+                return self._backend.fit(self, fit, self._model, *args, **kwargs)
         except BaseException as error:
             if self.is_multi_worker and isinstance(error, self._backend.LOST_WORKER):
                 raise _lost_worker(error) from error
@@ -92,6 +95,7 @@ class _Hooks:
             statistics = statistics_of(self._model)
             if statistics is not None:
                 statistics.logs.clear()
+                statistics.hidden.clear()
 
     def _size_that_fits(self, too_large: int) -> int | None:
         """Return a size that would fit, if that can be found out now."""
@@ -137,7 +141,7 @@ class _Hooks:
 
     def _say(self, text: str) -> None:
         if not self._is_quiet:
-            print(text)
+            print(wrapped(text))
 
     def make_train_function(self, force: bool = False) -> Any:
         model = self._model
@@ -163,6 +167,10 @@ class _Hooks:
         with self._backend.training(self, self._model, iterator) as batches:
             self.logs = dict(self.trainer.train(batches))
         return self.logs
+
+    def _hidden_logs(self) -> set[str]:
+        statistics = statistics_of(self._model)
+        return statistics.hidden if statistics else set()
 
     def extra_logs(self) -> dict[str, float]:
         """Return what callbacks of bigbatch add to the logs of an epoch."""

@@ -139,7 +139,7 @@ def _patch(setting: dict[str, Any], note: Callable[[Any], None], keras: Any) -> 
         note(type(model))
         if is_attached(model):
             return original(model, *args, **kwargs)
-        # Past an own `fit` of the model's class, which may be what has called this.
+        # Past a custom `fit` of the model's class, which may be what has called this.
         return fit_with(accumulate(model, **setting), original, *args, **kwargs)
 
     keras.Model.fit = fit

@@ -8,11 +8,10 @@ and all of it is undone.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from typing import Any, Callable, Iterator
 
-from bigbatch.backends.keras import backend_of, layers_of, metrics_of
+from bigbatch.backends.keras import backend_of, layers_of
 from bigbatch.core.outcome import (
     GRADIENT,
     LOG,
@@ -23,16 +22,14 @@ from bigbatch.core.outcome import (
     tolerance_of,
 )
 from bigbatch.engine.batch_norm import batch_norms_of
-from bigbatch.engine.cause import Call, Cause, Part, causes_of, text_of
+from bigbatch.engine.cause import Cause, causes_of, text_of
+from bigbatch.engine.check_trial import CUTS, Trial
 from bigbatch.engine.phases import Phases
-from bigbatch.errors import ArgumentError, DifferenceError, NotEqualWarning, explain
+from bigbatch.errors import DifferenceError, NotEqualWarning
 
 MODES = ("warn", "raise", "off")
 
-_COUNT = 5
-_CUTS = {_COUNT: 3, 3: 2}
-"""How many samples are tried, and how many of them the first part has."""
-
+_COUNT = max(CUTS)
 _FLOORS = 16
 """How many times more than permuted ones samples must differ when cut: the rest is rounding."""
 
@@ -45,13 +42,7 @@ _AFTER_UPDATES = 10
 _NO_ROUNDING = 100
 """More than so many tolerances is never rounding."""
 
-
 _NOT_CHECKED = "bigbatch: not checked whether updates equal the full batch"
-_ONLY_TENSORFLOW = explain(
-    received='check="raise" on a backend on which fit() cannot check itself yet',
-    expected="Keras on TensorFlow, JAX or torch",
-    fix="leave check out, and call bigbatch.verify(model, x, y, microbatch_size=...) before",
-)
 
 
 class NotCheckedError(Exception):
@@ -80,11 +71,6 @@ class SelfCheck:
         self._model = model
         self._backend = backend_of(model)
         self._phases = phases
-        if mode != "off" and self._backend.few_samples is None:
-            if mode == "raise":
-                raise ArgumentError(_ONLY_TENSORFLOW)
-            say(f"{_NOT_CHECKED}: it cannot be on this backend yet")
-            mode = "off"
         self._mode = mode
         self._say = say
         self._told = told
@@ -183,7 +169,7 @@ class SelfCheck:
     def _compared(self, trial: Trial) -> tuple[list[Cause], bool]:
         every = range(trial.count)
         whole = self._run(trial.outcome, every, trial.count)
-        cut = self._run(trial.outcome, every, _CUTS[trial.count])
+        cut = self._run(trial.outcome, every, CUTS[trial.count])
         tolerance = tolerance_of(_dtypes(self._model))
         has_draws = any(one.runs.draws_by_sample for one in self._phases.passes)
         tolerance *= _WITH_DRAWS if has_draws else 1
@@ -216,7 +202,7 @@ class SelfCheck:
         plan = self._phases.microbatch.plan
         if plan.updates or plan.logs or not self._backend.has_custom_train_step(self._model):
             return False
-        size = _CUTS[trial.count]
+        size = CUTS[trial.count]
         first = self._run(trial.outcome, range(size), size)
         tolerance = _FLOORS * tolerance_of(_dtypes(self._model))
         sums = sums_among(found, whole, cut, first, size / trial.count, tolerance)
@@ -277,159 +263,6 @@ class SelfCheck:
                 for number in range(len(self._phases.passes)):
                     self._phases.release(number)
                 self._phases.rollback.restore()
-
-
-class Trial:
-    """A few samples of a batch, and what they give.
-
-    Args:
-        model: a Keras model.
-        phases: what runs its micro-batches.
-        samples: the samples, on each replica.
-        count: how many there are on each.
-        is_split: whether they are cut in the graph, not before.
-    """
-
-    def __init__(
-        self, model: Any, phases: Phases, samples: Any, count: int, *, is_split: bool
-    ) -> None:
-        self._model = model
-        self._backend = backend_of(model)
-        self._phases = phases
-        self._samples = samples
-        self._is_split = is_split
-        self.is_exact = phases.is_exact
-        """Whether micro-batches run in stages, and not one by one."""
-        self.count = count
-        """How many samples there are, on each replica."""
-        self.put_back: Callable[[], None] = lambda: None
-        """Undoes what a run has changed."""
-        local = functools.partial(self._backend.local_results, model)
-        native = self._backend.native
-        metrics = [native(v) for one in metrics_of(model) for v in one.variables]
-        state = [*self._backend.state_of(model)]
-        state += [v for one in phases.passes for v in one.runs.assigned()]
-        parts = {id(part): part for v in (*state, *metrics) for part in local(v)}
-        switch = phases.microbatch.norm.switch
-        for part in [] if switch is None else local(switch):
-            parts.pop(id(part), None)  # which is turned while samples run
-        self.touched: list[Any] = list(parts.values())
-        """The variables that a run may change."""
-        apart = {id(part) for variable in metrics for part in local(variable)}
-        for layer in layers_of(model):
-            if self._backend.is_batch_norm(layer):  # which is said elsewhere
-                values = [native(v) for v in layer.non_trainable_variables]
-                apart |= {id(part) for variable in values for part in local(variable)}
-        for one in phases.captured:
-            # The gradients that move these are compared.
-            values = [*one.variables, *self._backend.optimizer_variables(one.optimizer)]
-            apart |= {id(part) for variable in values for part in local(native(variable))}
-        names = _names(model)
-        self._compared = {
-            f"{names.get(id(part), part.name)}": part
-            for key, part in parts.items()
-            if key not in apart
-        }
-
-    def outcome(self, rows: Any, size: int) -> Outcome:
-        """Return what samples give in parts of `size`; nothing has changed afterwards."""
-        backend, phases, model = self._backend, self._phases, self._model
-        whole = backend.few_samples.rows_on_replicas(model, self._samples, rows)
-        cuts: list[Any] = [whole]
-        length = None
-        if self._is_split:
-            length = size if backend.runs_in_python(model) else backend.data.integer(size)
-        elif size < len(rows):
-            parts = (rows[:size], rows[size:])
-            cuts = [
-                backend.few_samples.rows_on_replicas(model, self._samples, part)
-                for part in parts
-            ]
-        before = backend.few_samples.arrays(self._values())
-        phases.begin()
-        if phases.needs_counts:
-            for part in cuts:
-                phases.count(part, length)
-            phases.use_counts()
-        gradients, logs = [], {}
-        for number, this in enumerate(phases.passes):
-            if number:  # the gradients of a pass are those of the updates before it
-                phases.finish(is_whole=self._is_split, number=number - 1)
-                phases.begin_again(number)
-            for part in cuts:
-                phases.add(part, length, backend.ops.weight(len(cuts)), number)
-            of_pass, logs = phases.look(is_whole=self._is_split, number=number)
-            variables = [one.variables for one in this.microbatch.captured]
-            gradients += zip(variables, backend.few_samples.arrays(of_pass))
-        logs = backend.few_samples.arrays(logs)
-        after = backend.few_samples.arrays(self._values())
-        phases.rollback.restore()
-        self.put_back()
-        names = _names(model)
-        return Outcome(
-            gradients=[
-                [(names.get(id(v)) or str(v.name), g) for v, g in zip(some, values)]
-                for some, values in gradients
-            ],
-            logs=logs,
-            variables={name: (before[name], after[name]) for name in before},
-        )
-
-    def run_by_python(self) -> list[Part]:
-        """Return what is seen of all samples, and of the parts, one after the other."""
-        backend, phases, model = self._backend, self._phases, self._model
-        if backend.is_multi_worker(model):
-            return []  # they would wait for each other
-        whole = backend.few_samples.rows_on_replicas(model, self._samples, range(self.count))
-        size = _CUTS[self.count]
-        parts = []
-        for first, last in ((0, self.count), (0, size), (size, self.count)):
-            phases.begin()
-            if phases.needs_counts:
-                phases.count(whole, None if not self._is_split else self.count)
-                phases.use_counts()
-            data = backend.few_samples.rows_on_replicas(
-                model, self._samples, range(first, last)
-            )
-            with backend.few_samples.watching_layers(model) as calls:
-                gradients = self._gradients(data, first)
-            calls = [Call(*call) for call in calls]
-            parts.append(
-                Part((last - first) / self.count, calls, backend.few_samples.arrays(gradients))
-            )
-            self.put_back()
-        return parts
-
-    def _gradients(self, data: Any, start: int) -> list[Any]:
-        """Run a micro-batch without a graph; return its gradients on the first replica."""
-        phases, backend, model = self._phases, self._backend, self._model
-
-        def local(data: Any) -> list[Any]:
-            context = backend.ops.stack([self.count * backend.replicas(model)] * 2)
-            if phases.needs_counts:
-                context = phases.context.read_value()
-            microbatch, runs = phases.microbatch, phases.passes[0].runs
-            totals = runs.run_eagerly(context, data, start)
-            gradients = map(microbatch.summed, microbatch.captured, totals.gradients)
-            return [backend.ops.dense(one) for some in gradients for one in some]
-
-        results = backend.on_replicas(model, local, data)
-        return [backend.local_results(model, one)[0] for one in results]
-
-    def _values(self) -> dict[str, Any]:
-        return {name: self._backend.ops.tensor(one) for name, one in self._compared.items()}
-
-
-def _names(model: Any) -> dict[int, str]:
-    """Return the names of variables, by `id`, of Keras' variables and those inside."""
-    backend = backend_of(model)
-    names: dict[int, str] = {}
-    for variable in model.variables:
-        name = getattr(variable, "path", None) or variable.name
-        native = backend.native(variable)
-        parts = [variable, native, *backend.local_results(model, native)]
-        names.update((id(part), name) for part in parts)
-    return names
 
 
 def _above(found: dict[Item, float], tolerance: float) -> dict[Item, float]:

@@ -26,6 +26,8 @@ class UpdateStatistics:
         """Whether gradients are looked at, too, by trainers that are made from now on."""
         self.logs: dict[str, Callable[[], float]] = {}
         """What is added to the logs of an epoch, by name."""
+        self.hidden: set[str] = set()
+        """Names of logs that the progress bar does not show."""
         self._estimate = Estimate()
         self._read = 0
         # One number for each: updates, micro-batches, samples; noisy ones row by row.

@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch whose samples meet in the loss."""
+"""Loss and gradients of a batch, for a loss that compares samples."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Literal
 
 import tensorflow as tf
 
@@ -24,7 +24,7 @@ def value_and_gradients(
     variables: Any,
     batch: Any,
     *,
-    microbatch_size: int | str,
+    microbatch_size: int | Literal["auto"],
     coupled: bool = False,
     forward: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
@@ -34,19 +34,19 @@ def value_and_gradients(
 
         loss = Σ A / Σ D        gradients = Σ ∇A / Σ D
 
-    which is what one pass over the whole batch gives, in the memory of one micro-batch and
-    one set of gradients. Works eagerly, in `tf.function`, with `jit_compile=True`, and
+    as one pass over the whole batch would give, in the memory of one micro-batch and one set
+    of gradients. Works eagerly, in `tf.function`, with `jit_compile=True`, and
     inside `strategy.run`; there Σ also runs over the replicas, and both results are this
     replica's part: they *sum* to the global value, as Keras optimizers do it. Call it in the
     function given to `strategy.run` itself, not in a `tf.function` inside that: it
     communicates, and TensorFlow cannot do so from there.
 
-    A loss in which the samples of a batch meet (contrastive, in-batch negatives) is not a sum
-    over micro-batches. With `coupled=True` it is exact all the same: `forward(*micro_batch)`
+    A loss that compares samples (contrastive, in-batch negatives) is not a sum over
+    micro-batches. With `coupled=True` it is exact all the same: `forward(*micro_batch)`
     gives the outputs of each micro-batch, `loss_fn(outputs, *batch)` is called once with the
     outputs of the whole batch, and a second pass over the micro-batches takes the gradients
-    back. It costs one more forward pass, and is exact if rows do not meet in `forward`. Inside
-    `strategy.run` the loss sees the outputs of all replicas.
+    back. It costs one more forward pass, and is exact if `forward` does not mix samples.
+    Inside `strategy.run` the loss sees the outputs of all replicas.
 
     Args:
         loss_fn: called as `loss_fn(*micro_batch)`. Returns a scalar, the mean loss of the
@@ -63,7 +63,7 @@ def value_and_gradients(
             `variables`, and halved if a call runs out of memory all the same; it can be read
             by `bigbatch.microbatch_size(loss_fn)`. Called eagerly; `loss_fn` is compiled into
             a `tf.function`.
-        coupled: whether samples of the batch meet in the loss; needs `forward`, and `loss_fn`
+        coupled: whether the loss compares samples; needs `forward`, and `loss_fn`
             then takes its outputs as first argument.
         forward: the part of the computation before the loss, if `coupled`. Returns tensors
             with one row per sample, in any nest. What it draws by a Keras `SeedGenerator` or a

@@ -26,7 +26,10 @@ from bigbatch.engine.trial import all_variables_of, memory_of, unchanged
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.planner.plan import Measurement, Parts, Plan
 
-_ROUGH = "memory was measured as that of the process, which is rough: "
+_ROUGH = (
+    "the memory of the device cannot be measured here: figures are rough, from the memory of "
+    "the whole process. To measure it, "
+)
 
 
 _UPDATES = 3
@@ -178,6 +181,7 @@ class _Trials:
             tuple(measured),
             too_large if there <= here or len(peaks) < 2 else None,
             self._remarks(),
+            is_rough=not self._memory.is_hard,
         )
 
     def _remarks(self) -> tuple[str, ...]:

@@ -58,7 +58,9 @@ class Plan:
     too_large: int | None = None
     """A size that ran out of memory here, if one did and is in question."""
     remarks: tuple[str, ...] = ()
-    """What to know of the measurements."""
+    """What to know about the measurements."""
+    is_rough: bool = False
+    """Whether the device does not count its memory, so that peaks are guesses."""
 
     @property
     def share(self) -> int:
@@ -123,14 +125,14 @@ class Plan:
                 f"micro-batches of up to {most} samples were measured here; what more samples "
                 f"take is predicted from them{self._reliability}"
             )
-        return (*reasons, *self.remarks)
+        return (*self.remarks, *reasons)
 
     @property
     def _reliability(self) -> str:
         """How wrong the largest size would be, predicted from those up to a quarter of it."""
         *_, last = self.measured
         few = [one for one in self.measured if 4 * one.microbatch_size <= last.microbatch_size]
-        if len(few) < 2:
+        if len(few) < 2 or self.is_rough:
             return ""
         curve = MemoryCurve({one.microbatch_size: one.peak for one in few})
         error = curve.peak(last.microbatch_size) / last.peak - 1
@@ -149,7 +151,7 @@ class Plan:
         for size in self._sizes():
             peak, time = self.peak(size), seconds.get(size)
             share = f"{peak / self.memory_limit:.0%}"
-            was = "" if size in seconds else "about "
+            was = "" if size in seconds and not self.is_rough else "about "
             row = (f"{size}", f"{-(-self.share // size)}", f"{was}{readable(peak)}", share)
             rows.append((*row, "" if time is None else f"{time:.3g} s") if is_timed else row)
         marked = self._sizes().index(self.microbatch_size) if self.microbatch_size else None
@@ -174,7 +176,7 @@ class Plan:
         peak, limit = readable(self.peak(self.microbatch_size)), readable(self.memory_limit)
         return (
             f"{whole} as {self.microbatches} × {self.microbatch_size} samples, about {peak} of "
-            f"{limit}"
+            f"{limit}" + (" (memory cannot be measured here)" if self.is_rough else "")
         )
 
     def __str__(self) -> str:

@@ -298,12 +298,29 @@ def test_one_micro_batch_says_nothing():
     assert "not yet known" in noise.advice()
 
 
-@pytest.mark.parametrize("callback", [bigbatch.NoiseScale, bigbatch.Monitor])
-def test_a_model_that_does_not_accumulate(callback):
+def test_a_model_that_does_not_accumulate():
     model = dense()
     model.compile("sgd", "mse")
     with pytest.raises(ContextError, match=r"accumulate\(model"):
-        model.fit(X, Y, verbose=0, callbacks=[callback()])
+        model.fit(X, Y, verbose=0, callbacks=[bigbatch.NoiseScale()])
+    monitored = model.fit(X, Y, verbose=0, callbacks=[bigbatch.Monitor()])
+    assert list(monitored.history) == ["loss"]
+
+
+def test_monitor_is_not_in_the_progress_bar(capsys):
+    model = dense()
+    model.compile("sgd", "mse")
+    bigbatch.accumulate(model, microbatch_size=SIZE)
+    options = {"batch_size": BATCH, "verbose": 2}
+    history = model.fit(X, Y, callbacks=[bigbatch.Monitor()], **options).history
+    shown = capsys.readouterr().out
+    assert "loss: " in shown
+    assert "updates: " not in shown
+    assert "peak_memory" not in shown
+    assert history["effective_batch_size"] == [BATCH]
+    # What a callback of the user logs is shown, as always.
+    model.fit(X, Y, callbacks=[bigbatch.NoiseScale()], **options)
+    assert "noise_scale: " in capsys.readouterr().out
 
 
 def test_a_callback_that_comes_in_the_middle_of_training():

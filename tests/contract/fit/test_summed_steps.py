@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import bigbatch
 from apply_cases import Gan, case_of, gradients_of
 from bigbatch.core.outcome import GRADIENT, LOG, Item, Outcome, sums_among
 from bigbatch.engine import self_check
@@ -119,7 +120,7 @@ def test_in_updates_that_depend_on_each_other(mode, float64):
 def test_a_sum_taken_for_a_mean_is_found(float64, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(self_check, "sums_among", lambda *_: (set(), set()))
-    with pytest.warns(UserWarning, match="its loss is a sum over samples"):
+    with pytest.warns(bigbatch.NotEqualWarning, match="divides by something else"):
         found = summed().accumulate("split")
     with pytest.raises(AssertionError, match="not the same"):
         check_same(found, summed().train(), 1e-3)

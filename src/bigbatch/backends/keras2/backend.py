@@ -69,7 +69,7 @@ class Keras2(Keras2Fit, TensorFlowBackend):
             built in the first trace, as Keras itself does.
         """
         own, strategy = self.has_custom_train_step(model), model.distribute_strategy
-        # An own `train_step` may have no use for what was given to `compile`.
+        # A custom `train_step` may have no use for what was given to `compile`.
         compiled = [] if own and self.compile_loss_of(model) is None else [model.compiled_loss]
         compiled += [one for one in [model.compiled_metrics] if one is not None and compiled]
 
@@ -86,7 +86,7 @@ class Keras2(Keras2Fit, TensorFlowBackend):
             try:
                 function.get_concrete_function(types)
             except Exception as error:
-                # Without a `call`; an own `train_step` may do anything with its data.
+                # Without a `call`; a custom `train_step` may do anything with its data.
                 if own or isinstance(error, NotImplementedError):
                     return False
                 raise

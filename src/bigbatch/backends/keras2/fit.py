@@ -13,7 +13,7 @@ from bigbatch.backends.tensorflow.data import END_OF_DATA
 from bigbatch.errors import ArgumentError, explain
 
 _NO_CALLBACKS = explain(
-    received="accumulation_steps and an own fit() of a Keras 2 model that takes no callbacks",
+    received="accumulation_steps and a custom fit() of a Keras 2 model that takes no callbacks",
     expected="a fit() that can be given the callback that sees an epoch end",
     fix="let it take **kwargs and pass them on to super().fit(), or pass microbatch_size",
 )

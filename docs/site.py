@@ -1,0 +1,17 @@
+"""For the site: pictures of benchmarks are pages' files, though they are not in `docs/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File
+
+
+def on_files(files: Any, *, config: Any, **_: Any) -> Any:
+    """Add the pictures that `make bench` draws."""
+    results = Path(config.config_file_path).parent / "benchmarks" / "results"
+    for picture in sorted(results.glob("*.png")):
+        name = f"benchmarks/{picture.name}"
+        files.append(File.generated(config, name, abs_src_path=str(picture)))
+    return files

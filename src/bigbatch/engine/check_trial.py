@@ -1,0 +1,167 @@
+"""A few samples of a batch, run through the phases of training, and undone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+from bigbatch.backends.keras import backend_of, layers_of, metrics_of
+from bigbatch.core.outcome import Outcome
+from bigbatch.engine.cause import Call, Part
+from bigbatch.engine.phases import Phases
+
+CUTS = {5: 3, 3: 2}
+"""How many samples are tried, and how many of them the first part has."""
+
+
+class Trial:
+    """A few samples of a batch, and what they give.
+
+    Args:
+        model: a Keras model.
+        phases: what runs its micro-batches.
+        samples: the samples, on each replica.
+        count: how many there are on each.
+        is_split: whether they are cut in the graph, not before.
+    """
+
+    def __init__(
+        self, model: Any, phases: Phases, samples: Any, count: int, *, is_split: bool
+    ) -> None:
+        self._model = model
+        self._backend = backend_of(model)
+        self._phases = phases
+        self._samples = samples
+        self._is_split = is_split
+        self.is_exact = phases.is_exact
+        """Whether micro-batches run in stages, and not one by one."""
+        self.count = count
+        """How many samples there are, on each replica."""
+        self.put_back: Callable[[], None] = lambda: None
+        """Undoes what a run has changed."""
+        local = functools.partial(self._backend.local_results, model)
+        native = self._backend.native
+        metrics = [native(v) for one in metrics_of(model) for v in one.variables]
+        state = [*self._backend.state_of(model)]
+        state += [v for one in phases.passes for v in one.runs.assigned()]
+        parts = {id(part): part for v in (*state, *metrics) for part in local(v)}
+        switch = phases.microbatch.norm.switch
+        for part in [] if switch is None else local(switch):
+            parts.pop(id(part), None)  # which is turned while samples run
+        self.touched: list[Any] = list(parts.values())
+        """The variables that a run may change."""
+        apart = {id(part) for variable in metrics for part in local(variable)}
+        for layer in layers_of(model):
+            if self._backend.is_batch_norm(layer):  # which is said elsewhere
+                values = [native(v) for v in layer.non_trainable_variables]
+                apart |= {id(part) for variable in values for part in local(variable)}
+        for one in phases.captured:
+            # The gradients that move these are compared.
+            values = [*one.variables, *self._backend.optimizer_variables(one.optimizer)]
+            apart |= {id(part) for variable in values for part in local(native(variable))}
+        names = _names(model)
+        self._compared = {
+            f"{names.get(id(part), part.name)}": part
+            for key, part in parts.items()
+            if key not in apart
+        }
+
+    def outcome(self, rows: Any, size: int) -> Outcome:
+        """Return what samples give in parts of `size`; nothing has changed afterwards."""
+        backend, phases, model = self._backend, self._phases, self._model
+        whole = backend.few_samples.rows_on_replicas(model, self._samples, rows)
+        cuts: list[Any] = [whole]
+        length = None
+        if self._is_split:
+            length = size if backend.runs_in_python(model) else backend.data.integer(size)
+        elif size < len(rows):
+            parts = (rows[:size], rows[size:])
+            cuts = [
+                backend.few_samples.rows_on_replicas(model, self._samples, part)
+                for part in parts
+            ]
+        before = backend.few_samples.arrays(self._values())
+        phases.begin()
+        if phases.needs_counts:
+            for part in cuts:
+                phases.count(part, length)
+            phases.use_counts()
+        gradients, logs = [], {}
+        for number, this in enumerate(phases.passes):
+            if number:  # the gradients of a pass are those of the updates before it
+                phases.finish(is_whole=self._is_split, number=number - 1)
+                phases.begin_again(number)
+            for part in cuts:
+                phases.add(part, length, backend.ops.weight(len(cuts)), number)
+            of_pass, logs = phases.look(is_whole=self._is_split, number=number)
+            variables = [one.variables for one in this.microbatch.captured]
+            gradients += zip(variables, backend.few_samples.arrays(of_pass))
+        logs = backend.few_samples.arrays(logs)
+        after = backend.few_samples.arrays(self._values())
+        phases.rollback.restore()
+        self.put_back()
+        names = _names(model)
+        return Outcome(
+            gradients=[
+                [(names.get(id(v)) or str(v.name), g) for v, g in zip(some, values)]
+                for some, values in gradients
+            ],
+            logs=logs,
+            variables={name: (before[name], after[name]) for name in before},
+        )
+
+    def run_by_python(self) -> list[Part]:
+        """Return what is seen of all samples, and of the parts, one after the other."""
+        backend, phases, model = self._backend, self._phases, self._model
+        if backend.is_multi_worker(model):
+            return []  # they would wait for each other
+        whole = backend.few_samples.rows_on_replicas(model, self._samples, range(self.count))
+        size = CUTS[self.count]
+        parts = []
+        for first, last in ((0, self.count), (0, size), (size, self.count)):
+            phases.begin()
+            if phases.needs_counts:
+                phases.count(whole, None if not self._is_split else self.count)
+                phases.use_counts()
+            data = backend.few_samples.rows_on_replicas(
+                model, self._samples, range(first, last)
+            )
+            with backend.few_samples.watching_layers(model) as calls:
+                gradients = self._gradients(data, first)
+            calls = [Call(*call) for call in calls]
+            parts.append(
+                Part((last - first) / self.count, calls, backend.few_samples.arrays(gradients))
+            )
+            self.put_back()
+        return parts
+
+    def _gradients(self, data: Any, start: int) -> list[Any]:
+        """Run a micro-batch without a graph; return its gradients on the first replica."""
+        phases, backend, model = self._phases, self._backend, self._model
+
+        def local(data: Any) -> list[Any]:
+            context = backend.ops.stack([self.count * backend.replicas(model)] * 2)
+            if phases.needs_counts:
+                context = phases.context.read_value()
+            microbatch, runs = phases.microbatch, phases.passes[0].runs
+            totals = runs.run_eagerly(context, data, start)
+            gradients = map(microbatch.summed, microbatch.captured, totals.gradients)
+            return [backend.ops.dense(one) for some in gradients for one in some]
+
+        results = backend.on_replicas(model, local, data)
+        return [backend.local_results(model, one)[0] for one in results]
+
+    def _values(self) -> dict[str, Any]:
+        return {name: self._backend.ops.tensor(one) for name, one in self._compared.items()}
+
+
+def _names(model: Any) -> dict[int, str]:
+    """Return the names of variables, by `id`, of Keras' variables and those inside."""
+    backend = backend_of(model)
+    names: dict[int, str] = {}
+    for variable in model.variables:
+        name = getattr(variable, "path", None) or variable.name
+        native = backend.native(variable)
+        parts = [variable, native, *backend.local_results(model, native)]
+        names.update((id(part), name) for part in parts)
+    return names
