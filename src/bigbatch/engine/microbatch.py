@@ -291,6 +291,9 @@ class MicroBatch:
         """
         del vector
         backend, model = self.backend, self.model
+        samples = backend.ops.weight(backend.data.sample_count(data))
+        if backend.has_custom_train_step(model) and not self.plan.needs_denominators:
+            return [samples]  # its data may be nothing that can be called
         x, y, sample_weight = backend.unpacked(data)
         recorder = TermRecorder(backend, self.plan, self._note, self.lengths)
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.
@@ -303,7 +306,6 @@ class MicroBatch:
             y_pred = backend.call(model, x, training=False)
             if backend.compile_loss_of(model) is not None:
                 backend.compute_compiled_loss(model, y, y_pred, sample_weight)
-        samples = backend.ops.weight(backend.data.sample_count(data))
         return [samples, *(samples if isinstance(d, str) else d for d in recorder.denominators)]
 
 

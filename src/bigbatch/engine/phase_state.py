@@ -143,6 +143,18 @@ class PhaseState:
             method = getattr(type(self), name).__get__(self)
             setattr(self, name, self._backend.compiled(self._model, method))
 
+    def draw_in_blocks(self, is_so: bool) -> bool:
+        """Say whether draws of several rows for each sample can be in blocks, or not again.
+
+        The rows of one block are then those of all samples. It takes another trace.
+        """
+        passes = [self._passes.all_updates, *self.passes]
+        can_be = [one.runs.draw_in_blocks(is_so) for one in passes]
+        if not any(can_be):
+            return False
+        self.microbatch.plan.needs_samples |= is_so
+        return True
+
     def learn(self, data: Any, size: Any) -> None:
         """Find out, if a model runs eagerly, which passes a batch takes."""
         if not self.is_planned:

@@ -72,6 +72,10 @@ class Phases(PhaseState):
     def trace_again(self) -> None:
         """Trace micro-batches once more, as the plan of the loss has changed."""
         self._passes.trace_again(self._types, self._known_size)
+        plan, is_whole = self.microbatch.plan, self.microbatch.lengths is Lengths.SAME
+        if plan.needs_samples and not (is_whole and self._replicas == 1):
+            self.needs_counts = True
+            self._counts.prepare(self._types, self._known_size)
         self._compile()
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class SelfCheck:
         self._say = say
         self._told = told
         self._checked = 0
+        self._is_traced_again = False
         self._norm = phases.microbatch.norm
         if mode != "off" and batch_norms_of(model) and not phases.is_exact:
             self._norm.switch = self._backend.switch(model)
@@ -105,13 +106,12 @@ class SelfCheck:
             size: samples per micro-batch; `None` in window mode, where it is a micro-batch.
 
         Returns:
-            Whether micro-batches were traced once more, as a part of the loss is a sum.
+            Whether micro-batches were traced once more, as something was found out.
         """
         if self.is_done:
             return False
         self._checked = self._phases.structures
-        plan = self._phases.microbatch.plan
-        before = len(plan.updates), len(plan.logs)
+        self._is_traced_again = False
         causes, reason = self.causes(data, size)
         if reason:
             self._say(f"{_NOT_CHECKED}: {reason}")
@@ -126,7 +126,7 @@ class SelfCheck:
             causes = [cause for cause in causes if cause.subject not in self._told()]
             if causes and self._backend.is_first_worker(self._model):
                 warnings.warn(f"bigbatch: {text_of(causes)}", NotEqualWarning, stacklevel=2)
-        return before != (len(plan.updates), len(plan.logs))
+        return self._is_traced_again
 
     def causes(self, data: Any, size: int | None) -> tuple[list[Cause], str | None]:
         """Return why samples give something else when cut, or why that cannot be known."""
@@ -153,9 +153,21 @@ class SelfCheck:
         is_split = size is not None or self._phases.is_exact
         causes, has_sums = self._tried(samples, count, is_split=is_split)
         if has_sums:
-            self._phases.trace_again()
+            self._trace_again()
             causes, _ = self._tried(samples, count, is_split=is_split)
+        if causes and self._phases.draw_in_blocks(True):
+            # Of real and fake samples that are concatenated the first rows are all real.
+            self._trace_again()
+            with contextlib.suppress(NotCheckedError):
+                if not self._tried(samples, count, is_split=is_split)[0]:
+                    return []
+            self._phases.draw_in_blocks(False)
+            self._trace_again()
         return causes
+
+    def _trace_again(self) -> None:
+        self._phases.trace_again()
+        self._is_traced_again = True
 
     def _tried(self, samples: Any, count: int, *, is_split: bool) -> tuple[list[Cause], bool]:
         """Return why samples differ when cut; or whether the plan has changed, as it was wrong.

@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
+from apply_cases import gradients_of
+from bigbatch.backends.tensorflow.accumulation import Accumulation
 from comparison import check_equals_full_batch, check_same
 from fit_cases import BATCH, DENSE_X, TOKEN_Y, TOKENS, Case, rng
 
@@ -363,3 +365,70 @@ def test_a_wrong_offset_is_found(offset, monkeypatch, float64):
     found = CASES["dropout"].accumulate("split", {"check": "off"})
     with pytest.raises(AssertionError, match="weights: "):
         check_same(found, CASES["dropout"].train(), 1e-12)
+
+
+class GanOfTheGuide(keras.Model):
+    """The GAN of "Customizing fit()": real and fake samples are concatenated."""
+
+    def __init__(self):
+        super().__init__()
+        hidden = [layers.Dense(6, "tanh"), layers.Dropout(0.3, seed=2)]
+        self.critic = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(1)])
+        self.generator = keras.Sequential([keras.Input((3,)), layers.Dense(4)])
+        self.seed_generator = keras.random.SeedGenerator(7)
+        self.of_critic, self.of_generator = keras.optimizers.Adam(), keras.optimizers.Adam()
+
+    def train_step(self, real):
+        def code():
+            return keras.random.normal((tf.shape(real)[0], 3), seed=self.seed_generator)
+
+        fake = self.generator(code())
+        both = tf.concat([fake, real], 0)
+        labels = tf.concat([tf.ones_like(real[:, :1]), tf.zeros_like(real[:, :1])], 0)
+        labels += 0.05 * keras.random.uniform(tf.shape(labels), seed=self.seed_generator)
+        with tf.GradientTape() as tape:
+            of_critic = self.loss(labels, self.critic(both, training=True))
+        self.of_critic.apply(*gradients_of(tape, of_critic, self.critic))
+        with tf.GradientTape() as tape:
+            outputs = self.critic(self.generator(code()))
+            of_generator = self.loss(tf.zeros_like(outputs), outputs)
+        self.of_generator.apply(*gradients_of(tape, of_generator, self.generator))
+        return {"critic": of_critic, "generator": of_generator}
+
+
+class Repeated(keras.Model):
+    """Every sample has three rows, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.out = layers.Dropout(0.4, seed=5), layers.Dense(1)
+
+    def call(self, x, training=False):
+        rows = self.dropout(tf.repeat(x, 3, axis=0), training=training)
+        return tf.reduce_mean(tf.reshape(self.out(rows), (-1, 3)), 1, keepdims=True)
+
+
+ROWS = np.random.default_rng(8).normal(size=(50, 4))
+
+
+def gan_of_the_guide():
+    def loss():
+        return keras.losses.BinaryCrossentropy(from_logits=True)
+
+    return Case(GanOfTheGuide, x=ROWS, y=None, loss=loss, optimizer=keras.optimizers.SGD)
+
+
+def test_several_rows_for_each_sample(mode, float64):
+    """In blocks, as of samples that are concatenated, or one after the other."""
+    repeated = Case(Repeated, x=ROWS, y=ROWS[:, :1])
+    for case in (gan_of_the_guide(), repeated):
+        check_same(case.accumulate(mode), case.train(), TOLERANCE["float64"])
+
+
+def test_rows_in_blocks_that_are_not_looked_for_are_found(mode, float64, monkeypatch):
+    """The negative control."""
+    monkeypatch.setattr(Accumulation, "draw_in_blocks", lambda *_: False)
+    with pytest.warns(bigbatch.NotEqualWarning, match="train_step of GanOfTheGuide"):
+        found = gan_of_the_guide().accumulate(mode)
+    with pytest.raises(AssertionError, match="not the same"):
+        check_same(found, gan_of_the_guide().train(), 1e-5)

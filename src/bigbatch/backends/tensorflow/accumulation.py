@@ -70,6 +70,7 @@ class Accumulation:
         self._rows = SparseRows(compute if exact is None else self._marked)
         self._jit_compile = jit_compile
         self._kept = kept
+        self._draws_in_blocks = False
         self._before = before
         self._traces: dict[int, list[tuple[TracedMicrobatch, list[Any]]]] = {}
         self._known_size: int | None = None
@@ -124,6 +125,16 @@ class Accumulation:
         """Whether each sample has random numbers of its own, by its place in the batch."""
         return any(place for micro in self._micros() for place in micro.places)
 
+    def draw_in_blocks(self, is_so: bool) -> bool:
+        """Say whether draws of several rows for each sample can be in blocks, or not again.
+
+        If they can, they are so in what is traced from now on.
+        """
+        is_possible = self._strategy.num_replicas_in_sync == 1 and not self._jit_compile
+        is_possible = is_possible and self._exact is None and self._python is None
+        self._draws_in_blocks = is_so and is_possible
+        return is_possible and self.draws_by_sample
+
     def assigned(self) -> list[Any]:
         """Return the variables that a micro-batch may change, sums and metrics left out."""
         apart = {id(variable) for variable in self._kept()}
@@ -139,7 +150,8 @@ class Accumulation:
         batch = self._batch(data, is_whole=True)
         micro = next(self._micros(), None)
         places = micro.places if micro is not None else []
-        with drawing(MicrobatchRows(start, int(batch.count), places=places)):
+        total = _samples_of_batch([context]) if self._draws_in_blocks else None
+        with drawing(MicrobatchRows(start, int(batch.count), places=places, total=total)):
             return self._rows.compute(context, *batch.arguments(batch.leaves))
 
     def _micros(self) -> Iterator[TracedMicrobatch]:
@@ -265,7 +277,10 @@ class Accumulation:
             if micro.fits(known) and includes(its_types, types):
                 return micro
         if self._exact is None:
-            micro = traced(self._rows, batch, known, self._jit_compile, self._kept, [_CONTEXT])
+            total = _samples_of_batch if self._draws_in_blocks else None
+            micro = traced(
+                self._rows, batch, known, self._jit_compile, self._kept, [_CONTEXT], total
+            )
         else:
             micro = TracedMicrobatch(self._rows, batch, None, None, self._kept, [_CONTEXT])
             markers, kept = self._marked.markers[id(micro.graph)], self._kept()
@@ -301,6 +316,11 @@ class Accumulation:
             del results
         self._samples.assign_add(count)
         self._microbatches.assign_add(-(-count // size))
+
+
+def _samples_of_batch(constants: list[Any]) -> Any:
+    """Return the samples of the batch, given what micro-batches know of it."""
+    return constants[0][1]
 
 
 def _type_on_one_replica(leaf: Any) -> Any:

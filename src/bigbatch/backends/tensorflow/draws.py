@@ -41,6 +41,9 @@ class MicrobatchRows:
         dependence: what depends on the samples, if the micro-batch is traced into a graph.
         places: for each draw in turn, where the samples are in its shape: what a trace has
             told, for a micro-batch that runs eagerly.
+        total: the samples of the batch, if a draw of several rows for each sample has them in
+            blocks, as the rows of real and fake samples that are concatenated; `None`: the
+            rows of a sample follow each other.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class MicrobatchRows:
         samples: Any,
         dependence: Dependence | None = None,
         places: Iterable[str | None] = (),
+        total: Any = None,
     ) -> None:
         self.start = tf.cast(start, tf.int64)
+        self._total = total
         self._samples = samples
         self.dependence = dependence
         self._told = iter(places)
@@ -82,6 +87,8 @@ class MicrobatchRows:
         shape = tf.convert_to_tensor(shape)
         count = tf.reduce_prod(tf.cast(shape, tf.int64))
         samples = tf.maximum(tf.cast(self._samples, tf.int64), 1)
+        if self._total is not None:
+            return self._blocks(draw, shape, counter, samples, per_block)
         first = self.start * (count // samples)
         counter = _advanced(counter, first // per_block)
         inner = tf.get_static_value(tf.reduce_prod(shape[1:]))
@@ -89,6 +96,24 @@ class MicrobatchRows:
             return draw(shape, counter)
         flat = draw(tf.reshape(count + per_block - 1, [1]), counter)
         return tf.reshape(tf.slice(flat, [first % per_block], [count]), shape)
+
+    def _blocks(
+        self, draw: Callable[..., Any], shape: Any, counter: Any, samples: Any, per_block: int
+    ) -> Any:
+        """Return a draw of which each sample has a row in every block."""
+        inner = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
+        total, count = tf.cast(self._total, tf.int64), samples * inner
+
+        def block(number: Any) -> Any:
+            first = (number * total + self.start) * inner
+            advanced = _advanced(counter, first // per_block)
+            flat = draw(tf.reshape(count + per_block - 1, [1]), advanced)
+            return tf.slice(flat, [first % per_block], [count])
+
+        blocks = tf.range(tf.cast(shape[0], tf.int64) // samples)
+        dtype = draw(tf.zeros([1], tf.int32), counter).dtype
+        spec = tf.TensorSpec([None], dtype)
+        return tf.reshape(tf.map_fn(block, blocks, fn_output_signature=spec), shape)
 
 
 def running() -> MicrobatchRows | None:

@@ -32,6 +32,7 @@ class TracedMicrobatch:
         kept: returns the variables that every micro-batch changes, whatever their new value
             depends on; the trace may make some.
         constants: types of tensors that are the same for every micro-batch.
+        total: returns the samples of the batch, given `constants`, if draws are in blocks.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class TracedMicrobatch:
         jit_compile: bool | None,
         kept: Callable[[], Iterable[Any]],
         constants: Sequence[tf.TensorSpec] = (),
+        total: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.is_any_size = size is None
         """Whether micro-batches may have any number of samples."""
@@ -59,7 +61,9 @@ class TracedMicrobatch:
             same[:] = constants
             if self.is_any_size:
                 dependence = Dependence(tf.compat.v1.get_default_graph(), constants=same)
-                here = MicrobatchRows(start, sample_count(leaves), dependence)
+                of_batch = None if total is None else total(constants)
+                count = sample_count(leaves)
+                here = MicrobatchRows(start, count, dependence, total=of_batch)
                 with drawing(here):
                     results = rows.compute(*constants, *batch.arguments(leaves))
                     results = rows.parted(results)
@@ -179,10 +183,11 @@ def traced(
     jit_compile: bool | None,
     kept: Callable[[], Iterable[Any]],
     constants: Sequence[tf.TensorSpec] = (),
+    total: Callable[[list[Any]], Any] | None = None,
 ) -> TracedMicrobatch:
     """Return a function traced for micro-batches of any size, or of `size` if it must know."""
     try:
-        return TracedMicrobatch(rows, batch, None, jit_compile, kept, constants)
+        return TracedMicrobatch(rows, batch, None, jit_compile, kept, constants, total)
     except Exception:
         if size is None:
             raise

@@ -154,6 +154,11 @@ class Accumulation:
             return True
         return False
 
+    def draw_in_blocks(self, is_so: bool) -> bool:
+        """Say that the rows of a sample follow each other in every draw."""
+        del is_so
+        return False
+
     def forget(self) -> None:
         """Do nothing: nothing is traced."""
 
