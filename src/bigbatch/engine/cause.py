@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
@@ -74,7 +74,7 @@ def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float)
     parts: list[Part] = []
     with contextlib.suppress(Exception):  # there is a difference to tell of already
         parts = trial.run_by_python()
-    causes = _of_layers(model, parts, rounding) if parts else []
+    causes = _of_layers(model, parts, rounding, trial.assigns) if parts else []
     causes += [_of_variable(item, size) for item, size in found.items() if _is(item, VARIABLE)]
     gradients = {item: size for item, size in found.items() if _is(item, GRADIENT)}
     whole = parts[0].gradients if parts else []
@@ -103,8 +103,13 @@ def _is(item: Item, kind: str) -> bool:
     return item.kind == kind
 
 
-def _of_layers(model: Any, parts: list[Part], rounding: float) -> list[Cause]:
-    """Return the layers whose outputs depend on other samples, innermost ones only."""
+def _of_layers(
+    model: Any, parts: list[Part], rounding: float, assigns: Callable[[Any], bool]
+) -> list[Cause]:
+    """Return the layers whose outputs depend on other samples, innermost ones only.
+
+    `assigns` says whether `train_step` itself assigns a variable of a layer.
+    """
     shares = [one.share for one in parts[1:]]
     found: dict[int, Cause] = {}
     for calls in zip(*(one.calls for one in parts)):
@@ -118,7 +123,8 @@ def _of_layers(model: Any, parts: list[Part], rounding: float) -> list[Cause]:
             continue  # by what another layer did
         size = _differ([call.outputs for call in calls], shares)
         if size > rounding:
-            found[id(layer)] = _mixing(model, layer, size)
+            make = _assigned if any(map(assigns, layer.weights)) else _mixing
+            found[id(layer)] = make(model, layer, size)
             continue
         size = _differ([call.losses for call in calls], shares)
         if size > rounding:
@@ -152,6 +158,16 @@ def _mixing(model: Any, layer: Any, size: float) -> Cause:
         size,
         "compute every sample by itself in call(), and move what compares samples into the "
         "loss given to compile(), which is computed on the whole batch",
+    )
+
+
+def _assigned(model: Any, layer: Any, size: float) -> Cause:
+    return Cause(
+        f"train_step of {type(model).__name__}",
+        f"it assigns weights of the layer {layer.name!r}, to a value that depends on samples",
+        size,
+        "change weights by optimizer.apply: there may be several, and each gets the gradient "
+        "of the whole batch",
     )
 
 

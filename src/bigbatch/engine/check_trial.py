@@ -42,8 +42,9 @@ class Trial:
         local = functools.partial(self._backend.local_results, model)
         native = self._backend.native
         metrics = [native(v) for one in metrics_of(model) for v in one.variables]
-        state = [*self._backend.state_of(model)]
-        state += [v for one in phases.passes for v in one.runs.assigned()]
+        assigned = [v for one in phases.passes for v in one.runs.assigned()]
+        state = [*self._backend.state_of(model), *assigned]
+        self._assigned = {id(part) for variable in assigned for part in local(variable)}
         parts = {id(part): part for v in (*state, *metrics) for part in local(v)}
         switch = phases.microbatch.norm.switch
         for part in [] if switch is None else local(switch):
@@ -65,6 +66,11 @@ class Trial:
             for key, part in parts.items()
             if key not in apart
         }
+
+    def assigns(self, variable: Any) -> bool:
+        """Say whether a micro-batch itself assigns a variable that optimizers change."""
+        parts = self._backend.local_results(self._model, self._backend.native(variable))
+        return variable.trainable and any(id(part) in self._assigned for part in parts)
 
     def outcome(self, rows: Any, size: int) -> Outcome:
         """Return what samples give in parts of `size`; nothing has changed afterwards."""

@@ -89,6 +89,26 @@ class TwoUpdates(Contrastive):
         return super().train_step(data)
 
 
+class Perturbed(Step):
+    """Sharpness-aware: the gradient is that of weights moved along another gradient."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True))
+        variables = self.trainable_variables
+        moves = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.1)[0]
+        for variable, move in zip(variables, moves):
+            variable.assign_add(move)
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, self(x, training=True))
+        gradients = tape.gradient(loss, variables)
+        for variable, move in zip(variables, moves):
+            variable.assign_sub(move)
+        self.optimizer.apply_gradients(zip(gradients, variables))
+        return self.logs(loss, None)
+
+
 class Clipped(Step):
     def clipped(self, gradients):
         return tf.clip_by_global_norm(gradients, 0.1)[0]
@@ -151,6 +171,7 @@ def log_sum(_, similarities):
 PLANTED = {
     "contrastive": (Contrastive, "train_step of Contrastive: its loss compares samples"),
     "two updates": (TwoUpdates, "train_step of TwoUpdates: its loss compares samples"),
+    "perturbed": (Perturbed, "train_step of Perturbed: it assigns weights of the layer"),
     "clipped by hand": (Clipped, "train_step of Clipped: .*clipvalue="),
     "logged": (LogsLargest, "logged value 'largest'"),
     "minibatch stddev": (
