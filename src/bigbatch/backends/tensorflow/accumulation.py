@@ -150,8 +150,9 @@ class Accumulation:
         batch = self._batch(data, is_whole=True)
         micro = next(self._micros(), None)
         places = micro.places if micro is not None else []
-        total = _samples_of_batch([context]) if self._draws_in_blocks else None
-        with drawing(MicrobatchRows(start, int(batch.count), places=places, total=total)):
+        here = MicrobatchRows(start, int(batch.count), places=places)
+        here.total = _samples_of_batch([context]) if self._draws_in_blocks else None
+        with drawing(here):
             return self._rows.compute(context, *batch.arguments(batch.leaves))
 
     def _micros(self) -> Iterator[TracedMicrobatch]:

@@ -41,9 +41,6 @@ class MicrobatchRows:
         dependence: what depends on the samples, if the micro-batch is traced into a graph.
         places: for each draw in turn, where the samples are in its shape: what a trace has
             told, for a micro-batch that runs eagerly.
-        total: the samples of the batch, if a draw of several rows for each sample has them in
-            blocks, as the rows of real and fake samples that are concatenated; `None`: the
-            rows of a sample follow each other.
     """
 
     def __init__(
@@ -52,10 +49,14 @@ class MicrobatchRows:
         samples: Any,
         dependence: Dependence | None = None,
         places: Iterable[str | None] = (),
-        total: Any = None,
     ) -> None:
         self.start = tf.cast(start, tf.int64)
-        self._total = total
+        self.total: Any = None
+        """The samples of the batch, if a draw of several rows for each sample has blocks.
+
+        The rows of real and fake samples that are concatenated are two blocks. `None`: the
+        rows of a sample follow each other.
+        """
         self._samples = samples
         self.dependence = dependence
         self._told = iter(places)
@@ -87,7 +88,7 @@ class MicrobatchRows:
         shape = tf.convert_to_tensor(shape)
         count = tf.reduce_prod(tf.cast(shape, tf.int64))
         samples = tf.maximum(tf.cast(self._samples, tf.int64), 1)
-        if self._total is not None:
+        if self.total is not None:
             return self._blocks(draw, shape, counter, samples, per_block)
         first = self.start * (count // samples)
         counter = _advanced(counter, first // per_block)
@@ -102,7 +103,7 @@ class MicrobatchRows:
     ) -> Any:
         """Return a draw of which each sample has a row in every block."""
         inner = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
-        total, count = tf.cast(self._total, tf.int64), samples * inner
+        total, count = tf.cast(self.total, tf.int64), samples * inner
 
         def block(number: Any) -> Any:
             first = (number * total + self.start) * inner

@@ -61,9 +61,8 @@ class TracedMicrobatch:
             same[:] = constants
             if self.is_any_size:
                 dependence = Dependence(tf.compat.v1.get_default_graph(), constants=same)
-                of_batch = None if total is None else total(constants)
-                count = sample_count(leaves)
-                here = MicrobatchRows(start, count, dependence, total=of_batch)
+                here = MicrobatchRows(start, sample_count(leaves), dependence)
+                here.total = None if total is None else total(constants)
                 with drawing(here):
                     results = rows.compute(*constants, *batch.arguments(leaves))
                     results = rows.parted(results)
@@ -76,10 +75,8 @@ class TracedMicrobatch:
         # A function of its own, so that the shapes of the results are known before what adds
         # them up is built. TensorFlow inlines it.
         function = tf.function(flat, autograph=False, jit_compile=jit_compile)
-        start = tf.TensorSpec([], tf.int64)
-        self._function = function.get_concrete_function(
-            start, list(constants), batch.specs(size)
-        )
+        types = tf.TensorSpec([], tf.int64), list(constants), batch.specs(size)
+        self._function = function.get_concrete_function(*types)
         self.graph = self._function.graph
         self.once: list[Any] = []
         """The variables that change once per batch: in the same way for any samples."""
