@@ -74,6 +74,8 @@ class PhaseState:
         self._known_size: int | None = None
         self._known: list[list[Any]] = []
         self._types: Any = None
+        self._draws_in_blocks = False
+        self._needed_counts = False
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""
 
@@ -150,10 +152,8 @@ class PhaseState:
         """
         passes = [self._passes.all_updates, *self.passes]
         can_be = [one.runs.draw_in_blocks(is_so) for one in passes]
-        if not any(can_be):
-            return False
-        self.microbatch.plan.needs_samples |= is_so
-        return True
+        self._draws_in_blocks = is_so and any(can_be)
+        return any(can_be)
 
     def learn(self, data: Any, size: Any) -> None:
         """Find out, if a model runs eagerly, which passes a batch takes."""

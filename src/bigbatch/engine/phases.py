@@ -60,6 +60,7 @@ class Phases(PhaseState):
             self.needs_counts |= self._must_count(
                 data, is_whole=lengths is Lengths.SAME, is_built=is_built
             )
+            self._needed_counts = self.needs_counts
             if self.needs_counts:
                 self._counts.prepare(types, size)
         # What only training can build is built in its first trace, and protected from then on.
@@ -72,10 +73,12 @@ class Phases(PhaseState):
     def trace_again(self) -> None:
         """Trace micro-batches once more, as the plan of the loss has changed."""
         self._passes.trace_again(self._types, self._known_size)
-        plan, is_whole = self.microbatch.plan, self.microbatch.lengths is Lengths.SAME
-        if plan.needs_samples and not (is_whole and self._replicas == 1):
+        is_whole = self.microbatch.lengths is Lengths.SAME
+        if self._draws_in_blocks and not is_whole:
             self.needs_counts = True
             self._counts.prepare(self._types, self._known_size)
+        else:
+            self.needs_counts = self._needed_counts
         self._compile()
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:
