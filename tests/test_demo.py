@@ -74,7 +74,7 @@ def test_the_story(demo):
     assert (directory / "demo.png").read_bytes().startswith(b"\x89PNG")
     (size,) = re.findall(r"trains, (\d+) at a time", output)
     (chosen,) = re.findall(rf"^ ?{size}, chosen, while training +(\S+) MiB", output, re.M)
-    assert float(chosen) < 24  # below the line of the device
+    assert float(chosen) <= 24  # not above the line of the device, to a tenth of a MiB
     exact, pooled = (
         float(re.search(rf'batch_norm="{name}" +(\S+)', output).group(1))
         for name in ("exact", "pooled")

@@ -59,3 +59,8 @@ def global_seed_state() -> list[Any]:
     generators = importlib.import_module("keras.src.random.seed_generator")
     generator = state.get_global_attribute(generators.GLOBAL_SEED_GENERATOR)
     return [] if generator is None else [generator.state.value]
+
+
+def schema_of(operation: Any) -> Any:
+    """Return the name and the arguments of an operation that a dispatch mode sees."""
+    return operation._schema

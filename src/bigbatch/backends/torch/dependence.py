@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bigbatch.backends.torch.compat import address_of, weak_reference_to
+from bigbatch.backends.torch.compat import address_of, schema_of, weak_reference_to
 from bigbatch.backends.torch.ops import Rows, flatten, native
 from bigbatch.core.passes import NONE, Order
 
@@ -85,15 +85,15 @@ class Operations(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         # What is copied over is gone.
-        is_copy = func._schema.name == "aten::copy_" and _is_all_of_its_memory(args[0])
+        is_copy = schema_of(func).name == "aten::copy_" and _is_all_of_its_memory(args[0])
         read = self.memory.of((args[is_copy:], kwargs))
         results = func(*args, **kwargs)
         changed = [
             args[index] if index < len(args) else kwargs.get(one.name)
-            for index, one in enumerate(func._schema.arguments)
+            for index, one in enumerate(schema_of(func).arguments)
             if one.alias_info is not None and one.alias_info.is_write
         ]
-        is_seen = func._schema.name in _SEEN_BY_PYTHON
+        is_seen = schema_of(func).name in _SEEN_BY_PYTHON
         # A view is no new value: what it shows is not written.
         new = [number for number in self.memory.of(results) if number not in read]
         self.all.append(Operation(read, (*new, *self.memory.of(changed)), is_seen))
