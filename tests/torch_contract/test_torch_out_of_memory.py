@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,14 @@ TOLERANCE = 5e-6  # one update in float32
 
 
 def probe(what):
+    # What is freed goes back at once, or it would be there to be used below the limit.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     run = subprocess.run(
-        [sys.executable, str(PROBE), what], capture_output=True, text=True, check=False
+        [sys.executable, str(PROBE), what],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
