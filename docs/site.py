@@ -1,4 +1,4 @@
-"""For the site: pictures of benchmarks are pages' files, though they are not in `docs/`."""
+"""For the site: pictures of benchmarks are files of pages; decisions are not searched."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def on_files(files: Any, *, config: Any, **_: Any) -> Any:
         name = f"benchmarks/{picture.name}"
         files.append(File.generated(config, name, abs_src_path=str(picture)))
     return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Leave decisions out of the search: users look for guides."""
+    if page.file.src_uri.startswith("decisions/0"):
+        page.meta["search"] = {"exclude": True}
+    return markdown
