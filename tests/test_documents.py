@@ -401,8 +401,8 @@ def test_every_option_of_the_command_is_on_its_page():
     "sections",
     [
         ["equality", "speed", "memory", "tracing"],
-        ["growth", "options"],
-        ["workers"],
+        pytest.param(["growth", "options"], marks=pytest.mark.matrix),
+        pytest.param(["workers"], marks=pytest.mark.matrix),
     ],
     ids=lambda sections: sections[0],
 )

@@ -10,7 +10,7 @@ import fuzz
 from bigbatch.backends.tensorflow import data
 from bigbatch.backends.tensorflow.batch import sample_count
 
-MODELS, PER_TEST, IN_CI = 240, 10, 20
+MODELS, PER_TEST, IN_CI = 240, 10, 10
 """Models; each is one case, or several: see `fuzz.PARTS`. In CI they are 60."""
 
 

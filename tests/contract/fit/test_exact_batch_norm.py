@@ -38,6 +38,7 @@ def full_batch(name):
     return CASES[name].train().training
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_weights_statistics_and_logs_are_those_of_the_full_batch(name):
     check_same(CASES[name].train(exactly()), full_batch(name), TOLERANCE)

@@ -105,6 +105,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_full_batch(name, float64):
     check_equals_full_batch(CASES[name], TOLERANCE["float64"])
