@@ -52,8 +52,6 @@ class Case:
     )
     compile: dict[str, Any] = field(default_factory=dict)
     fit: dict[str, Any] = field(default_factory=dict)
-    warns: tuple[str, ...] = ()
-    """Patterns of the warnings that accumulation gives and plain training does not."""
 
     def build(self, prepare: Callable[[Any], Any] = as_it_is, seed: int = 3) -> Any:
         """Return the compiled model, made from a seed."""
