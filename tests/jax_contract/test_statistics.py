@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-import pytest
 
 import bigbatch
 from bigbatch.core.noise import NoiseScaleEstimator
-from bigbatch.errors import ArgumentError
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(70, 6)).astype("float32")
@@ -59,10 +57,3 @@ def test_the_estimate_is_that_of_plain_gradients():
     np.testing.assert_allclose(noise.estimate.average, expected.average, rtol=1e-3)
     assert history.history["micro_batches"] == [8]
     assert history.history["effective_batch_size"] == [35]
-
-
-@pytest.mark.parametrize("call", [bigbatch.verify, bigbatch.plan], ids=["verify", "plan"])
-def test_what_is_not_there_yet_says_so(call):
-    options = {"microbatch_size": 10} if call is bigbatch.verify else {"batch_size": 35}
-    with pytest.raises(ArgumentError, match="on the backend 'jax'"):
-        call(build(), X, Y, **options)
