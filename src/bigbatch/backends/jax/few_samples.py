@@ -15,8 +15,8 @@ from bigbatch.backends.jax.ops import noted
 from bigbatch.backends.jax.state import unchanged
 from bigbatch.backends.keras import backend_of
 
-ALSO_COMPUTES_IN: set[str] = set()
-"""Types in which layers compute, whatever their own is."""
+ALSO_COMPUTES_IN = {"float32"}
+"""Types in which layers compute, whatever their own is: `keras.ops.tanh` of float64."""
 
 
 def obstacle(model: Any) -> str | None:
