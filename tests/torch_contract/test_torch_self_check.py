@@ -193,7 +193,9 @@ def test_a_wrong_accumulator_is_found(monkeypatch, mode):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: sequential(Bank(), layers.Dropout(0.5)), MovesWeights], ids=str
+    "make",
+    [lambda: sequential(Bank(), layers.Dropout(0.5)), MovesWeights],
+    ids=["layer", "train_step"],
 )
 def test_raise_changes_nothing(make, mode):
     keras.utils.set_random_seed(1)
