@@ -34,6 +34,10 @@ class Sample:
         """Whether there are samples to put in the place of others."""
         return self.count > 1
 
+    def first(self, count: int) -> Sample:
+        """Return the first `count` of these samples, by themselves."""
+        return type(self)(self._backend, self._model, self.rows(self.data, range(count)))
+
     def undone(self) -> Block[Any]:
         """Return a block after which metrics, statistics and random state are as before."""
         return self._backend.unchanged(self._backend.state_of(self._model))

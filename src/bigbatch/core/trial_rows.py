@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Hashable, List, Sequence
+from typing import Dict, Hashable, List, Sequence
 
 
 def rows_that_differ(keys: Sequence[Hashable], wanted: int) -> List[int]:
     """Return the positions of `wanted` rows from all over a batch, as different as can be.
+
+    There are as many of each kind as of the others, if the batch has them. In the order in
+    which they are returned, both parts have rows of every kind when they are cut in two. A loss
+    that divides by the number of positive labels looks like a sum if one part has them all.
 
     Args:
         keys: for each row what tells it apart: its labels and its weight.
         wanted: how many rows to choose; all of them if there are fewer.
 
     Example:
-        >>> rows_that_differ(["a", "a", "a", "a", "b", "a"], 3)
-        [0, 2, 4]
+        >>> rows_that_differ(["a", "a", "a", "a", "b", "b"], 4)
+        [0, 4, 1, 5]
     """
     count = len(keys)
     wanted = min(wanted, count)
     spread = [index * count // wanted for index in range(wanted)]
-    order = [*spread, *range(count)]
-    first_of: dict = {}
-    for row in order:
-        first_of.setdefault(keys[row], row)
-    chosen = list(first_of.values())[:wanted]
-    for row in order:
-        if len(chosen) == wanted:
-            break
-        if row not in chosen:
-            chosen.append(row)
-    return sorted(chosen)
+    of_kind: Dict[Hashable, List[int]] = {}
+    for row in dict.fromkeys([*spread, *range(count)]):
+        of_kind.setdefault(keys[row], []).append(row)
+    rounds = itertools.zip_longest(*of_kind.values())
+    chosen = [row for one in rounds for row in one if row is not None][:wanted]
+    places = []
+    for rows in of_kind.values():
+        kept = [row for row in rows if row in chosen]
+        places += [((index + 0.5) / len(kept), row) for index, row in enumerate(kept)]
+    return [row for _, row in sorted(places)]
 
 
 def first_part(count: int) -> int:

@@ -54,6 +54,7 @@ class Planning:
         self._say = say
         self._seen: list[Any] = []
         self._samples = 0
+        self._rows = ROWS
         self.is_done = False
         """Whether it is decided."""
         self.sample: Any = None
@@ -83,11 +84,12 @@ class Planning:
             self.conclude()  # its data may be nothing that can be called
             return
         try:
-            sample = backend.sample(model, data, min(ROWS, max(FEWEST, rows)))
+            sample = backend.sample(model, data, min(ROWS, max(ENOUGH, rows)))
         except Exception:  # data of which no samples can be taken is trained on all the same
             self.conclude()
             return
         self._seen.append(sample)
+        self._rows = rows
         count = backend.data.largest_count(model, data) * backend.replicas(model)
         self._samples = count * batches
         if sum(one.count for one in self._seen) >= min(ENOUGH, self._samples):
@@ -106,11 +108,7 @@ class Planning:
 
     def _decide(self, samples: int) -> None:
         """Make the plan for batches of so many samples."""
-        plan, trial = LossPlan(), None
-        if self.sample is not None and self.sample.count >= FEWEST:
-            trial = LossTrial(self._model, self.sample)
-            with contextlib.suppress(Exception):  # what cannot be tried is as before
-                plan = trial.plan()
+        plan, trial = self._tried()
         plan = self._agreed(plan)
         self._phases.microbatch.plan = plan
         if self._coupled is True:
@@ -119,6 +117,20 @@ class Planning:
             if plan.needs_whole_batch:
                 self._take_whole_batch(trial, samples)
             self._hold_metrics(plan, trial, samples)
+
+    def _tried(self) -> tuple[LossPlan, LossTrial | None]:
+        """Return the plan that samples show, and the trial; what cannot be tried is a mean."""
+        if self.sample is None or self.sample.count < FEWEST:
+            return LossPlan(), None
+        trial = LossTrial(self._model, self.sample)
+        with contextlib.suppress(Exception):
+            with contextlib.suppress(self._backend.OUT_OF_MEMORY):
+                return trial.plan(), trial
+            # Fewer may not tell labels apart, but a micro-batch fits.
+            self.sample = self.sample.first(max(FEWEST, self._rows))
+            trial = LossTrial(self._model, self.sample)
+            return trial.plan(), trial
+        return LossPlan(), trial
 
     def _agreed(self, plan: LossPlan) -> LossPlan:
         """Return a plan that all workers have: one may have seen what others have not."""

@@ -209,6 +209,21 @@ def test_in_float64(name, mode, float64):
     check_same(CASES[name].accumulate(mode), CASES[name].train(), TOLERANCE["float64"])
 
 
+def of_positives(y_true, y_pred):
+    """A sum, as long as all samples with a positive label are in one part."""
+    error = tf.reduce_sum(y_true * tf.square(y_true - y_pred))
+    return error / (tf.reduce_sum(y_true) + 1)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_few_labels_are_positive(size, float64):
+    """Samples are chosen and cut so that both parts have one; more than a micro-batch has."""
+    rare = np.isin(np.arange(SAMPLES) % BATCH, [2, 9, 15]).astype("float64")[:, None]
+    one = case(loss=of_positives, y=rare)
+    result = one.accumulate("split", {"microbatch_size": size})
+    check_same(result, one.train(), TOLERANCE["float64"])
+
+
 @pytest.mark.parametrize("name", ["divides by labels", "sum"])
 def test_batches_of_one_sample(name, float64):
     """The samples of several batches are tried together."""
