@@ -156,10 +156,6 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
     def sample(self, model: Any, data: Any, rows: int) -> Any:
         """Return a few samples of a batch, to try things with: see `Sample`."""
 
-    @abc.abstractmethod
-    def sample_of_many(self, samples: list[Any]) -> Any:
-        """Return the samples of several batches together."""
-
     def switch(self, model: Any) -> Any:
         """Return the one variable of a model, false on each replica, that graphs can read."""
         raise NotImplementedError

@@ -101,8 +101,9 @@ class Planning:
             return
         self.is_done = True
         if self._seen:
+            first, *others = self._seen
             with contextlib.suppress(Exception):  # batches of different lengths
-                self.sample = self._backend.sample_of_many(self._seen)
+                self.sample = first.with_others(others)
             self._seen = []
             self._decide(self._samples)
 

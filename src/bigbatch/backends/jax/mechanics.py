@@ -162,10 +162,6 @@ class JaxBackend(OneReplica, Backend):
     def sample(self, model: Any, data: Any, rows: int) -> JaxSample:
         return sample_of(self, model, data, rows)
 
-    def sample_of_many(self, samples: list[JaxSample]) -> JaxSample:
-        first, *others = samples
-        return first.with_others(others)
-
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         del variables
         return gradients

@@ -247,10 +247,6 @@ class TensorFlowBackend(Backend):
     def sample(self, model: Any, data: Any, rows: int) -> TensorFlowSample:
         return sample_of(self, model, data, rows)
 
-    def sample_of_many(self, samples: list[TensorFlowSample]) -> TensorFlowSample:
-        first, *others = samples
-        return first.with_others(others)
-
     def rows_of_samples(self, value: Any, samples: Any) -> Any:
         if not tf.is_tensor(value) or not value.shape.rank:
             return None

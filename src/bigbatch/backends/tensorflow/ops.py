@@ -85,8 +85,12 @@ def as_type(array: Any, other: Any) -> Any:
 
 
 def take(value: Any, positions: Sequence[int]) -> Any:
-    """Return some rows of a tensor."""
-    return tf.gather(value, tf.constant(list(positions), tf.int32))
+    """Return copies of some rows of a tensor, which may be sparse."""
+    rows = tf.constant(list(positions), tf.int32)
+    if isinstance(value, tf.SparseTensor):
+        dense = tf.sparse.to_dense(tf.sparse.reorder(value))
+        return tf.sparse.from_dense(tf.gather(dense, rows))
+    return tf.gather(value, rows)
 
 
 def rows(value: Any) -> Any:

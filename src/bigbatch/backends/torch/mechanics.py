@@ -193,10 +193,6 @@ class TorchBackend(OneReplica, Backend):
     def sample(self, model: Any, data: Any, rows: int) -> TorchSample:
         return sample_of(self, model, data, rows)
 
-    def sample_of_many(self, samples: list[TorchSample]) -> TorchSample:
-        first, *others = samples
-        return first.with_others(others)
-
     def switch(self, model: Any) -> Any:
         del model
         return keras.Variable(False, dtype="bool", trainable=False)
