@@ -9,22 +9,31 @@ from typing import Any, Callable, Iterable, Iterator
 import numpy as np
 
 from bigbatch.backends.keras import backend_of, layers_of
+from bigbatch.backends.sample import keys_of_rows
 from bigbatch.core.patching import replaced
+from bigbatch.core.trial_rows import rows_that_differ
 
 _CANDIDATES = 32
 """Of how many samples, spread over the batch, a few are chosen."""
 
 
 def different_rows(
-    total: int, count: int, arrays_of: Callable[[list[int]], Iterable[np.ndarray]]
+    count: int,
+    labels: Iterable[np.ndarray],
+    total: int,
+    arrays_of: Callable[[list[int]], Iterable[np.ndarray]],
 ) -> list[int]:
     """Return the numbers of samples that differ in labels, masks and weights.
 
     Args:
-        total: how many samples the batch has.
         count: how many are wanted.
+        labels: the tensors that have one number for each sample of the batch, as arrays.
+        total: how many samples the batch has.
         arrays_of: returns the tensors of a batch for some rows, as arrays of numbers.
     """
+    keys = keys_of_rows(labels, total)
+    if 1 < len(set(keys)) < total:  # classes
+        return rows_that_differ(keys, count)
     rows = np.unique(np.linspace(0, total - 1, min(total, _CANDIDATES)).astype(int)).tolist()
     features = _features(arrays_of(rows), len(rows))
     chosen = [0]
@@ -36,6 +45,12 @@ def different_rows(
         distances[chosen] = -1
         chosen.append(int(np.argmax(distances)))
     return [rows[one] for one in chosen]
+
+
+def is_label(leaf: Any) -> bool:
+    """Say whether a tensor has one number for each sample."""
+    shape = getattr(leaf, "shape", ())
+    return len(shape) > 0 and all(length == 1 for length in shape[1:])
 
 
 def _features(arrays: Iterable[np.ndarray], count: int) -> np.ndarray:

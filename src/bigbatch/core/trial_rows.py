@@ -10,17 +10,17 @@ from typing import Dict, Hashable, List, Sequence
 def rows_that_differ(keys: Sequence[Hashable], wanted: int) -> List[int]:
     """Return the positions of `wanted` rows from all over a batch, as different as can be.
 
-    There are as many of each kind as of the others, if the batch has them. In the order in
-    which they are returned, both parts have rows of every kind when they are cut in two. A loss
-    that divides by the number of positive labels looks like a sum if one part has them all.
+    A loss may divide by the number of samples of a class. That shows only if there are several
+    of them, in both parts when the rows are cut in two in the order in which they are returned.
+    So rows are of few kinds, two or more of each, if the batch has them.
 
     Args:
         keys: for each row what tells it apart: its labels and its weight.
         wanted: how many rows to choose; all of them if there are fewer.
 
     Example:
-        >>> rows_that_differ(["a", "a", "a", "a", "b", "b"], 4)
-        [0, 4, 1, 5]
+        >>> rows_that_differ(["a", "a", "a", "a", "b", "b", "c"], 4)
+        [0, 5, 1, 4]
     """
     count = len(keys)
     wanted = min(wanted, count)
@@ -28,13 +28,20 @@ def rows_that_differ(keys: Sequence[Hashable], wanted: int) -> List[int]:
     of_kind: Dict[Hashable, List[int]] = {}
     for row in dict.fromkeys([*spread, *range(count)]):
         of_kind.setdefault(keys[row], []).append(row)
-    rounds = itertools.zip_longest(*of_kind.values())
-    chosen = [row for one in rounds for row in one if row is not None][:wanted]
+    kinds = sorted(of_kind.values(), key=lambda rows: len(rows) == 1)
+    few = max(2, wanted // 2)
+    chosen = [*_in_turns(kinds[:few]), *_in_turns(kinds[few:])][:wanted]
     places = []
-    for rows in of_kind.values():
+    for rows in kinds:
         kept = [row for row in rows if row in chosen]
         places += [((index + 0.5) / len(kept), row) for index, row in enumerate(kept)]
     return [row for _, row in sorted(places)]
+
+
+def _in_turns(kinds: List[List[int]]) -> List[int]:
+    """Return the first row of each kind, then the second of each, and so on."""
+    turns = itertools.zip_longest(*kinds)
+    return [row for turn in turns for row in turn if row is not None]
 
 
 def first_part(count: int) -> int:

@@ -114,6 +114,13 @@ class Clipped(Step):
         return tf.clip_by_global_norm(gradients, 0.1)[0]
 
 
+class OfPositives(Step):
+    """Divides by the number of positive labels."""
+
+    def loss_of(self, y, z):
+        return tf.reduce_sum(y * tf.square(y - z)) / (tf.reduce_sum(y) + 1)
+
+
 class LogsLargest(Step):
     def logs(self, loss, z):
         return {"my_loss": loss, "largest": tf.reduce_max(z)}
@@ -196,6 +203,17 @@ def test_a_difference_is_told_by_name(name, mode):
     make, expected = PLANTED[name]
     (message,) = fit(make(), mode)
     assert re.search(expected, message), message
+
+
+def test_few_labels_are_positive():
+    """Two of them are among the samples that are tried, one in each part."""
+    x, y = np.ones((400, 5), "float32"), np.zeros((400, 1), "float32")
+    y[[123, 301]] = 1
+    model = OfPositives()
+    model.compile("sgd")
+    bigbatch.accumulate(model, microbatch_size=100)
+    with pytest.warns(bigbatch.NotEqualWarning, match="OfPositives: its loss compares samples"):
+        model.fit(x, y, batch_size=400, verbose=0)
 
 
 def test_outputs_that_are_no_rows():

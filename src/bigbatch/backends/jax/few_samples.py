@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from keras import tree
 
-from bigbatch.backends.few_samples import different_rows, listed_calls
+from bigbatch.backends.few_samples import different_rows, is_label, listed_calls
 from bigbatch.backends.jax import data as batches
 from bigbatch.backends.jax.ops import noted
 from bigbatch.backends.jax.state import unchanged
@@ -55,7 +55,8 @@ def picked(model: Any, data: Any, count: int) -> Any:
         leaves = batches.leaves_of(rows_on_replicas(model, data, rows))
         return [one for one in leaves if jax.numpy.issubdtype(one.dtype, np.number)]
 
-    return rows_on_replicas(model, data, different_rows(total, count, numbers))
+    labels = [np.asarray(leaf) for leaf in batches.leaves_of(data) if is_label(leaf)]
+    return rows_on_replicas(model, data, different_rows(count, labels, total, numbers))
 
 
 def rows_on_replicas(model: Any, data: Any, rows: Sequence[int]) -> Any:

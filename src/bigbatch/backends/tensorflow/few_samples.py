@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.backends.few_samples import different_rows, listed_calls
+from bigbatch.backends.few_samples import different_rows, is_label, listed_calls
 from bigbatch.backends.keras import backend_of
 from bigbatch.backends.tensorflow.batch import sample_count
 from bigbatch.backends.tensorflow.data import as_tensors
@@ -79,7 +79,9 @@ def _different(data: Any, count: int) -> Any:
             elif leaf is not None and (leaf.dtype.is_floating or leaf.dtype.is_integer):
                 yield tf.cast(leaf, tf.float32).numpy()
 
-    return rows_of(data, different_rows(int(sample_count(data)), count, arrays_of))
+    leaves = [leaf for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.Tensor)]
+    labels = [leaf.numpy() for leaf in leaves if is_label(leaf)]
+    return rows_of(data, different_rows(count, labels, int(sample_count(data)), arrays_of))
 
 
 def arrays(values: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from bigbatch.backends.few_samples import different_rows, listed_calls
+from bigbatch.backends.few_samples import different_rows, is_label, listed_calls
 from bigbatch.backends.torch.data import as_tensors, checked_count
 from bigbatch.backends.torch.ops import flatten, map_structure, numpy, take
 from bigbatch.backends.torch.rollback import gradients_aside, unchanged
@@ -53,7 +53,8 @@ def picked(model: Any, data: Any, count: int) -> Any:
 
     if total < count:
         return None
-    return _rows_of(data, different_rows(total, count, arrays_of))
+    labels = [numpy(leaf) for leaf in flatten(data) if is_label(leaf)]
+    return _rows_of(data, different_rows(count, labels, total, arrays_of))
 
 
 def rows_on_replicas(model: Any, data: Any, rows: Sequence[int]) -> Any:
