@@ -13,6 +13,7 @@ import pytest
 
 import bigbatch
 from bigbatch.cli import _parser
+from browser import WIDTHS, needs_browser, seen
 from comparison import paired
 
 from workers.cluster import run_workers
@@ -209,6 +210,25 @@ def test_the_site_builds_without_a_warning(site):
     assert (site / "api.html").stat().st_size > 10_000
     assert (site / "benchmarks" / "speed.png").exists()
     assert "<td>equal</td>" in (site / "benchmarks.html").read_text()
+
+
+@pytest.mark.slow
+@needs_browser
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("name", "pictures"),
+    [("index", 0), ("gradient-accumulation", 1), ("benchmarks", 3), ("equality", 0)],
+)
+def test_pages_in_a_browser(site, name, pictures, width):
+    expected = f"narrow=true images={pictures}/{pictures}"
+    assert seen(site / f"{name}.html", width) == expected
+
+
+@needs_browser
+def test_a_page_that_is_too_wide_is_seen(tmp_path):
+    page = tmp_path / "wide.html"
+    page.write_text("<body><div style='width: 900px'>x</div><img src='none.png'></body>")
+    assert seen(page, 412) == "narrow=false images=0/1"
 
 
 SEARCH = """

@@ -23,8 +23,9 @@ section > * { min-width: 0; }
 @media (min-width: 60rem) { section { grid-template-columns: 1fr 1fr; } }
 table { border-collapse: collapse; margin: .5rem 0; width: 100%; }
 th, td { padding: .3rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
-td:not(:first-child) { white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
+th:first-child, td:first-child { text-align: left; }
+@media (min-width: 40rem) { td:not(:first-child) { white-space: nowrap; } }
+@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding: .3rem .2rem; } }
 pre { background: var(--code); padding: .7rem; border-radius: .4rem; overflow-x: auto;
       white-space: pre; font: .85rem/1.45 ui-monospace, monospace; }
 img { max-width: 100%; height: auto; background: #fff; border-radius: .4rem; }
