@@ -14,6 +14,8 @@ from pathlib import Path
 SECTIONS = {
     "equality": "whether updates are those of the full batch: ours, Keras' own, a loop by hand",
     "speed": "time per update against the limit, the full batch, Keras' own, a loop by hand",
+    "speed-jax": "time per update on JAX",
+    "speed-torch": "time per update on torch",
     "growth": "how time grows with k, the number of variables, their bytes, replicas",
     "memory": "peak allocator bytes, in all and beyond one micro-batch's step",
     "tracing": "first calls, number of traces, import",
@@ -21,6 +23,9 @@ SECTIONS = {
     "workers": "bytes and reductions per update between two processes, and the cost model",
     "peer": "gradient-accumulator 0.5.2 on its own old stack",
 }
+
+BACKENDS = {"speed-jax": "jax", "speed-torch": "torch"}
+"""The backend of sections that do not run on TensorFlow."""
 
 COUNTING = "TF_CPU_ALLOCATOR_USE_BFC"
 """Chooses, when TensorFlow starts, the allocator that counts bytes."""
@@ -50,6 +55,7 @@ def main() -> int:
             f"no such section: {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}"
         )
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     sections = options.sections or list(SECTIONS)
     if options.here or options.smoke:
         os.environ[COUNTING] = str("memory" in sections).lower()
@@ -59,15 +65,28 @@ def main() -> int:
         if options.smoke:
             settings = Settings(1, is_smoke=True, results=Path(tempfile.mkdtemp()))
         for name in sections:
-            importlib.import_module(f"benchmarks.{name}").run(settings)
+            if _environment(name) == dict(os.environ):
+                module = importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+                module.run(settings)
+            else:
+                _run(name, "--smoke")
         return 0
     for name in sections:
         print(f"== {name}: {SECTIONS[name]}", flush=True)
         start = time.monotonic()
-        command = [sys.executable, "-m", "benchmarks", name, "--here"]
-        subprocess.run([*command, "--rounds", str(options.rounds)], check=True)
+        _run(name, "--here", "--rounds", str(options.rounds))
         print(f"== {name} took {time.monotonic() - start:.0f} s", flush=True)
     return 0
+
+
+def _environment(section: str) -> dict[str, str]:
+    return {**os.environ, "KERAS_BACKEND": BACKENDS.get(section, "tensorflow")}
+
+
+def _run(section: str, *options: str) -> None:
+    """Run a section in a process of its own, with its backend."""
+    command = [sys.executable, "-m", "benchmarks", section, *options]
+    subprocess.run(command, check=True, env=_environment(section))
 
 
 if __name__ == "__main__":

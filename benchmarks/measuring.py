@@ -7,6 +7,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,18 +141,24 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
 
 
 def write(
-    settings: Settings, name: str, title: str, lines: Sequence[str], notes: Sequence[str] = ()
+    settings: Settings,
+    name: str,
+    title: str,
+    lines: Sequence[str],
+    notes: Sequence[str] = (),
+    packages: Sequence[str] = ("tensorflow-cpu",),
 ) -> None:
-    """Write `<name>.md`."""
+    """Write `<name>.md`; `packages` are those whose versions matter, beside Keras."""
     versions = ", ".join(
         f"{package} {importlib.metadata.version(package)}"
-        for package in ("tensorflow-cpu", "keras", "numpy")
+        for package in (*packages, "keras", "numpy")
     )
     header = [
         f"# {title}",
         "",
         f"`python -m benchmarks {name}`: {_processor()}, {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, {versions}; {settings.rounds} rounds.",
+        f"{platform.python_version()}, {versions}; {settings.rounds} rounds, commit "
+        f"{_commit()}.",
         *notes,
         NOT_MEASURED,
         "",
@@ -160,6 +167,12 @@ def write(
     path = settings.results / f"{name}.md"
     path.write_text("\n".join([*header, *lines]) + "\n")
     print(f"wrote {path}")
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 def _processor() -> str:

@@ -423,13 +423,14 @@ def test_every_option_of_the_command_is_on_its_page():
         ["equality", "speed", "memory", "tracing"],
         pytest.param(["growth", "options"], marks=pytest.mark.matrix),
         pytest.param(["workers"], marks=pytest.mark.matrix),
+        pytest.param(["speed-torch", "speed-jax"], marks=pytest.mark.matrix),
     ],
     ids=lambda sections: sections[0],
 )
 def test_the_benchmarks_can_be_run(sections):
     """What they measure here means nothing, and goes nowhere."""
     output = run("-m", "benchmarks", "--smoke", *sections, directory=ROOT)
-    written = re.findall(r"^wrote \S+/(\w+)\.md$", output, re.MULTILINE)
+    written = re.findall(r"^wrote \S+/([\w-]+)\.md$", output, re.MULTILINE)
     assert written == sections
 
 

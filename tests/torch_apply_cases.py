@@ -170,11 +170,24 @@ class Teacher(Program):
         loss = torch.mean(torch.square(self.student(x) - target - y))
         self.update(self.optimizer, loss, self.student)
         momentum = 0.9 + 0.01 * self.optimizer.iterations.value.float()
-        for slow, fast in zip(self.teacher.weights, self.student.weights):
-            slow.assign(momentum * slow + (1 - momentum) * fast)
+        self.follow(momentum)
         self.seen.assign_add(1.0)
         self.samples.assign_add(float(len(x)))
         return {"loss": loss, "target": torch.mean(target)}
+
+    def follow(self, momentum: Any) -> None:
+        for slow, fast in zip(self.teacher.weights, self.student.weights):
+            slow.assign(momentum * slow + (1 - momentum) * fast)
+
+
+class TeacherInTorch(Teacher):
+    """As programs of torch have it: past the counter of changes."""
+
+    def follow(self, momentum: Any) -> None:
+        kernel, *others = zip(self.teacher.parameters(), self.student.parameters())
+        for slow, fast in others:
+            slow.data = momentum * slow.data + (1 - momentum) * fast.data
+        kernel[0].data.mul_(momentum).add_(kernel[1].data * (1 - momentum))
 
 
 class Adapter(Program):
@@ -294,6 +307,7 @@ PROGRAMS = {
     "clipped weights": Clipped,
     "four optimizers": FourOptimizers,
     "teacher": Teacher,
+    "teacher in torch": TeacherInTorch,
     "adapter": Adapter,
     "captions": Captions,
     "distiller": Distiller,
@@ -308,6 +322,7 @@ def case_of(name: str, make_model: Any = None) -> Case:
     """Return a `Case` of `fit_cases` that trains a program."""
     uses_own = name in (
         "teacher",
+        "teacher in torch",
         "captions",
         "distiller",
         "late logs",

@@ -25,6 +25,7 @@ PASSES = {
     "clipped weights": 3,
     "four optimizers": 1,
     "teacher": 1,
+    "teacher in torch": 1,
     "adapter": 1,
     "captions": 3,
     "distiller": 1,

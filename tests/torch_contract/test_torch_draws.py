@@ -10,7 +10,8 @@ import torch
 
 import bigbatch
 from bigbatch.backends.torch import draws
-from comparison import check_same
+from bigbatch.backends.torch.normals import NormalStream
+from comparison import check_equals_full_batch, check_same
 from fit_cases import DENSE_X, DENSE_Y, MODES, Case
 
 layers = keras.layers
@@ -69,12 +70,51 @@ def test_unseeded_dropout_without_passing_over_differs():
         check_same(case.accumulate("split"), case.train(), TOLERANCE)
 
 
-def test_normal_draws_in_blocks_of_sixteen():
-    case = Case(model_with(lambda: layers.GaussianNoise(0.3, seed=1)), fit={"epochs": 1})
-    options = {"batch_size": 24}  # times 16 and 8: multiples of 16, the last of two samples too
-    expected = case.train(**options)
-    found = case.accumulate("split", {"microbatch_size": 8}, **options)
-    check_same(found, expected, TOLERANCE)
+class Sampling(layers.Layer):
+    """As in a variational autoencoder: a few normal numbers for each sample."""
+
+    def __init__(self, width, draw=keras.random.normal):
+        super().__init__()
+        self.width, self.draw = width, draw
+        self.seed_generator = keras.random.SeedGenerator(1)
+
+    def call(self, x):
+        noise = self.draw((x.shape[0], self.width), seed=self.seed_generator)
+        return keras.ops.concatenate([x[:, : self.width] + noise, x[:, self.width :]], axis=1)
+
+
+NORMAL = {
+    "sampling, 1": lambda: Sampling(1),
+    "sampling, 3": lambda: Sampling(3),
+    "truncated": lambda: Sampling(3, keras.random.truncated_normal),
+    "noise": lambda: layers.GaussianNoise(0.3),
+    "dropout": lambda: layers.GaussianDropout(0.3),
+}
+
+
+@pytest.mark.parametrize("name", NORMAL)
+def test_normal_draws_are_rows_of_the_full_batch_for_any_size(name):
+    """torch makes blocks of 16, and draws the last 16 of a draw that is no multiple again."""
+    case = Case(model_with(NORMAL[name]))
+    check_equals_full_batch(case, TOLERANCE, sizes=(1, 8, 20), windows=())
+
+
+def test_normal_draws_that_just_go_on_differ():
+    case = Case(model_with(NORMAL["sampling, 3"]))
+    going_on = mock.patch.object(NormalStream, "next", lambda self, count, draw: draw(count))
+    with going_on, pytest.raises(AssertionError, match="not the same"):
+        check_same(case.accumulate("split"), case.train(), TOLERANCE)
+
+
+def test_modules_of_torch_drop_out_what_the_full_batch_drops_out():
+    def make():
+        nn = torch.nn
+        inner = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.3), nn.Linear(8, 4), nn.Dropout())
+        return keras.Sequential(
+            [keras.Input((5,)), layers.TorchModuleWrapper(inner), layers.Dense(3)]
+        )
+
+    check_equals_full_batch(Case(make), TOLERANCE, windows=())
 
 
 def test_what_does_not_depend_on_samples_changes_once(mode):
@@ -109,7 +149,10 @@ def test_the_banner_names_layers_with_other_draws(capsys):
     assert "random draws" not in said("split", unseeded, seeded)
     assert "random draws" not in said("window", seeded)
     assert "dropout_" in said("window", unseeded)
-    assert "random draws differ from" in said("split", lambda: layers.GaussianNoise(0.1))
+    assert "random draws" not in said("split", lambda: layers.GaussianNoise(0.1))
+    assert "gaussian_noise_" in said("window", lambda: layers.GaussianNoise(0.1))
+    reshape = lambda: layers.Reshape((-1, 4))  # noqa: E731
+    assert "lstm_cell" in said("window", reshape, lambda: layers.LSTM(4, dropout=0.1))
 
 
 def test_a_failed_batch_gives_the_random_numbers_back():

@@ -13,6 +13,7 @@ import torch
 import bigbatch
 from bigbatch.backends.torch import accumulation
 from bigbatch.backends.torch.draws import Draws
+from bigbatch.backends.torch.normals import NormalStream
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.errors import DifferenceError
 from comparison import check_same
@@ -312,9 +313,10 @@ def test_equal_nets_are_quiet(name, mode):
 
 
 def test_draws_of_parts_that_are_not_those_of_the_whole_are_found(monkeypatch):
-    """The negative control: draws as in training, of which the banner tells."""
+    """The negative control: draws that just go on from one micro-batch to the next."""
     kept = lambda places, count: Draws()  # noqa: E731
     monkeypatch.setattr(accumulation, "WholeDraws", kept)
+    monkeypatch.setattr(NormalStream, "next", lambda self, count, draw: draw(count))
     make, x, y = NETS["random"]
     (message,) = fit(make(), x=x, y=y)
     assert "it draws random numbers" in message

@@ -47,9 +47,12 @@ class Defaults:
         """Return what has been added up, as far as it is logged before a batch is complete."""
         return accumulation.value()
 
-    def remarks(self, accumulation: Any) -> list[str]:
-        """Return what to say of how micro-batches run, once they have been traced."""
-        del accumulation
+    def remarks(self, accumulation: Any, *, is_whole: bool) -> list[str]:
+        """Return what to say of how micro-batches run, once they have been traced.
+
+        `is_whole` says whether all samples of a batch are there before the first of them runs.
+        """
+        del accumulation, is_whole
         return []
 
     def without_effects(self, model: Any) -> Block[None]:

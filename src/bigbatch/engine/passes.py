@@ -103,7 +103,11 @@ class Passes:
         self._make(self.all_updates.microbatch.lengths)
         for one in self._others():
             one.runs.prepare(types, size)
-        for remark in self._backend.remarks(self.all_updates.runs):
+        self._say_remarks()
+
+    def _say_remarks(self) -> None:
+        is_whole = self.all_updates.microbatch.lengths is Lengths.SAME
+        for remark in self._backend.remarks(self.all_updates.runs, is_whole=is_whole):
             if remark not in self._said:
                 self._said.append(remark)
                 self._say(remark)
@@ -149,6 +153,7 @@ class Passes:
         for one in (self.all_updates, *self._others()):
             for what in told:
                 one.runs.learn(what)
+        self._say_remarks()
         self.rollback.include(
             variables if self.runs_again else self.all_updates.runs.once.values()
         )

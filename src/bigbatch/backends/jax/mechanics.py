@@ -151,7 +151,8 @@ class JaxBackend(OneReplica, Backend):
     def totals_so_far(self, accumulation: Accumulation) -> Any:
         return accumulation.so_far()
 
-    def remarks(self, accumulation: Accumulation) -> list[str]:
+    def remarks(self, accumulation: Accumulation, *, is_whole: bool) -> list[str]:
+        del is_whole
         return accumulation.remarks
 
     def switch(self, model: Any) -> state.Cell:

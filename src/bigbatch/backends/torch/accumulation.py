@@ -8,8 +8,11 @@ from typing import Any, Callable
 import torch
 
 from bigbatch.backends.base import Backend
+from bigbatch.backends.keras import layers_of
 from bigbatch.backends.torch import data as batches
-from bigbatch.backends.torch.draws import Draws
+from bigbatch.backends.torch.compat import seed_generators_of
+from bigbatch.backends.torch.draws import Drawn, Draws, differs
+from bigbatch.backends.torch.ops import ones
 from bigbatch.backends.torch.rollback import Copies
 from bigbatch.backends.torch.step_trial import kept_by
 from bigbatch.backends.torch.sums import PythonSums
@@ -32,6 +35,7 @@ class SameForAll:
         self._before: list[tuple[Any, Any]] = []
         self._started = 0
         self._knows_step = False
+        self._drawn: list[Drawn] = []
         self.is_prepared = False
         """Whether it is known what the model does with samples."""
         self.once: dict[int, Any] = {}
@@ -42,15 +46,31 @@ class SameForAll:
         """Try what the model does with such samples."""
         if self._knows_step:
             return
-        places, once, written = told_by_trial(self._backend, self._model, types)
-        self._draws.places, self.is_prepared = places, True
-        self.once.update((id(one), one) for one in once)
-        self._written.update((id(one), one) for one in written)
+        told = told_by_trial(self._backend, self._model, types)
+        self._draws.places, self.is_prepared = told.places, True
+        self.once.update((id(one), one) for one in told.once)
+        self._written.update((id(one), one) for one in told.written)
+        self._drawn = told.drawn
 
     def learn(self, told: Told) -> None:
         """Use what a trial of the whole `train_step` has told."""
         self._draws.places, self.is_prepared, self._knows_step = told.places, True, True
         self.once.update((id(one), one) for one in told.once)
+        self._drawn = told.drawn
+
+    def with_other_draws(self, *, is_whole: bool) -> list[str]:
+        """Name what may draw other numbers than the full batch, by layers.
+
+        Args:
+            is_whole: whether the samples of a batch are known when its micro-batches run.
+        """
+        if self._backend.has_custom_train_step(self._model) and not self._knows_step:
+            return []
+        on_cpu = ones().device.type == "cpu"
+        draws = [one for one in self._drawn if differs(one, is_whole=is_whole, on_cpu=on_cpu)]
+        layers = (self._model, *layers_of(self._model))
+        owners = {id(seed): one.name for one in layers for seed in seed_generators_of(one)}
+        return list(dict.fromkeys(owners.get(id(one.seed), one.kind) for one in draws))
 
     def others(self) -> list[Any]:
         """Return the state that every micro-batch changes, and the seeds."""
@@ -132,6 +152,10 @@ class Accumulation:
     def assigned(self) -> list[Any]:
         """Return the tensors that a micro-batch may change beside metrics."""
         return self._same.assigned()
+
+    def with_other_draws(self, *, is_whole: bool) -> list[str]:
+        """Name what may draw other numbers than the full batch."""
+        return self._same.with_other_draws(is_whole=is_whole)
 
     def effects(self) -> set[str]:
         """Return what reaches out of torch: nothing is known of it."""

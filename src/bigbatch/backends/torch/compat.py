@@ -8,16 +8,11 @@ from typing import Any
 import keras
 from torch.multiprocessing.reductions import StorageWeakRef
 
-BY_SHAPE = ("normal", "uniform", "randint", "truncated_normal")
-"""The functions that draw a shape from a generator made of a seed."""
+BY_SHAPE = ("uniform", "randint")
+"""The functions, beside `normal`, that draw a shape from a generator made of a seed."""
 
 WITH_GLOBAL_SEED = ("gamma", "binomial", "beta")
 """The functions that draw a shape from the generator of torch, with a seed set for a while."""
-
-
-def version_of(tensor: Any) -> int:
-    """Return a number that is another one whenever a tensor has been changed in place."""
-    return tensor._version
 
 
 def address_of(storage: Any) -> int:

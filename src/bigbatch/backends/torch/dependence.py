@@ -99,6 +99,11 @@ class Operations(TorchDispatchMode):
         self.all.append(Operation(read, (*new, *self.memory.of(changed)), is_seen))
         return results
 
+    def written(self, tensors: Iterable[Any]) -> list[Any]:
+        """Return the tensors that have been changed, also by way of `.data`."""
+        known = {number for one in self.all for number in one.written}
+        return [one for one in tensors if known.intersection(self.memory.of(one))]
+
     def order(self, applies: Sequence[NotedApply], values: Any) -> Order:
         """Return what a micro-batch that has run computes with weights updated before.
 

@@ -8,9 +8,8 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-from bigbatch.backends.keras import layers_of, optimizers_of
+from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.keras3 import Keras3
-from bigbatch.backends.torch.draws import layers_with_other_draws
 from bigbatch.backends.torch.longest import longest
 from bigbatch.backends.torch.mechanics import TorchBackend
 from bigbatch.core.patching import replaced
@@ -84,9 +83,6 @@ class Keras3OnTorch(Keras3, TorchBackend):
         train = model.train_function
         detached = functools.partial(self.ops.map_structure, lambda leaf: leaf.detach())
         return lambda data: detached(train([data]))
-
-    def layers_with_other_draws(self, model: Any, *, is_split: bool) -> list[Any]:
-        return layers_with_other_draws(layers_of(model), is_split=is_split)
 
     # The loss.
 

@@ -22,6 +22,9 @@ from bigbatch.backends.torch.table import Table
 from bigbatch.backends.torch.two_passes import TwoPasses
 from bigbatch.core.passes import Order
 
+_SHOWN = 5
+"""How many layers are named."""
+
 
 class Numbers:
     """A row of numbers that can be replaced."""
@@ -85,6 +88,13 @@ class TorchBackend(OneReplica, Backend):
                 stacklevel=2,
             )
         return Accumulation(SameForAll(self, model), compute, before)
+
+    def remarks(self, accumulation: Accumulation, *, is_whole: bool) -> list[str]:
+        names = accumulation.with_other_draws(is_whole=is_whole)
+        shown = ", ".join(names[:_SHOWN])
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        said = f"bigbatch: random draws differ from the full batch: {shown}{more}"
+        return [said] if names else []
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
         del kept

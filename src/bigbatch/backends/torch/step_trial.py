@@ -9,10 +9,9 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import metrics_of, optimizers_of
 from bigbatch.backends.torch import data as batches
-from bigbatch.backends.torch.compat import version_of
 from bigbatch.backends.torch.dependence import Operations, independent_of, noting
-from bigbatch.backends.torch.draws import watching_draws
-from bigbatch.backends.torch.trial import Told, candidates_of, places_of
+from bigbatch.backends.torch.draws import Drawn, watching_draws
+from bigbatch.backends.torch.trial import Told, candidates_of, of_samples, places_of
 
 
 def told_by_step(
@@ -37,31 +36,26 @@ def told_by_step(
     count = batches.sample_count(data)
     # One sample less: the first, as others are less often special. Or the only one twice.
     other = batches.rows(data, 1, count - 1) if count > 1 else batches.joined(data, data)
-    shapes: list[list[Any]] = [[], []]
+    draws: list[list[Drawn]] = [[], []]
     variables = kept_by(backend, model)
     candidates = candidates_of(backend, model, variables)
-    versions = list(map(version_of, candidates))
-
-    def written() -> list[Any]:
-        pairs = zip(candidates, versions)
-        return [one for one, version in pairs if version_of(one) != version]
-
-    with watching_draws(shapes[0].append), noting(Operations(variables, lambda _: [])):
+    operations = Operations(variables, lambda _: [])
+    with watching_draws(draws[0].append), noting(operations):
         run(batches.with_own_weights(other))
-    values = {id(one): one.detach().clone() for one in written()}
+    values = {id(one): one.detach().clone() for one in operations.written(candidates)}
     put_back()
-    versions = list(map(version_of, candidates))
 
     def same(operations: Operations) -> list[Any]:
-        both = [one for one in written() if id(one) in values]
+        both = [one for one in operations.written(candidates) if id(one) in values]
         equal = [one for one in both if torch.equal(one, values[id(one)])]
         return independent_of(data, operations, equal)
 
     operations = Operations(variables, same)
-    with watching_draws(shapes[1].append), noting(operations):
+    with watching_draws(draws[1].append), noting(operations):
         run(batches.with_own_weights(data))
-    places = places_of(shapes, [batches.sample_count(other), count])
-    return Told(places, operations.same, written())
+    places = places_of(draws, [batches.sample_count(other), count])
+    written = operations.written(candidates)
+    return Told(places, operations.same, written, of_samples(draws[1], places))
 
 
 def kept_by(backend: Backend, model: Any) -> list[Any]:

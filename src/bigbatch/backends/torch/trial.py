@@ -10,8 +10,9 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.torch import data as batches
-from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of, version_of
-from bigbatch.backends.torch.draws import watching_draws
+from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of
+from bigbatch.backends.torch.dependence import Operations, noting
+from bigbatch.backends.torch.draws import Drawn, watching_draws
 from bigbatch.backends.torch.rollback import unchanged
 
 _TRIALS = ((2, 0), (3, 1))
@@ -27,49 +28,56 @@ class Told(NamedTuple):
     """The tensors whose new value does not depend on samples: they change once per batch."""
     written: list[Any]
     """The variables of the model, but for metrics, that a call changes."""
+    drawn: list[Drawn]
+    """The draws that have numbers for each sample."""
 
 
 def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     """Call a model with samples of such types, in which nothing is the same; undo it."""
-    shapes: list[list[Any]] = []
+    draws: list[list[Drawn]] = []
     values: list[list[Any]] = []
     written: dict[int, Any] = {}
     candidates = candidates_of(backend, model, backend.state_of(model))
     variables = [backend.native(variable) for variable in model.variables]
     with unchanged(variables), contextlib.suppress(Exception):  # it is left to training then
         for count, fill in _TRIALS:
-            seen: list[Any] = []
+            seen: list[Drawn] = []
             x, _, _ = backend.unpacked(batches.samples_of(types, count, fill))
-            versions = list(map(version_of, variables))
+            operations = Operations(variables, lambda _: [])
             with backend.without_effects(model), watching_draws(seen.append):
-                backend.call(model, x, training=True)
-                changed = [v for v, old in zip(variables, versions) if version_of(v) != old]
-                written.update((id(variable), variable) for variable in changed)
+                with noting(operations):
+                    backend.call(model, x, training=True)
+                written.update((id(one), one) for one in operations.written(variables))
                 values.append([one.detach().clone() for one in candidates])
-            shapes.append(seen)
-    if len(values) < len(_TRIALS) or len(shapes[0]) != len(shapes[1]):
-        return Told(None, [], list(written.values()))
+            draws.append(seen)
+    if len(values) < len(_TRIALS) or len(draws[0]) != len(draws[1]):
+        return Told(None, [], list(written.values()), [])
     same = [
         one
         for one, new, other in zip(candidates, *values)
         if torch.equal(new, other) and not torch.equal(one, new)
     ]
-    places = places_of(shapes, [count for count, _ in _TRIALS])
-    return Told(places, same, list(written.values()))
+    places = places_of(draws, [count for count, _ in _TRIALS])
+    return Told(places, same, list(written.values()), of_samples(draws[0], places))
 
 
-def places_of(shapes: list[list[Any]], counts: list[int]) -> list[bool] | None:
+def places_of(draws: list[list[Drawn]], counts: list[int]) -> list[bool] | None:
     """Return for each draw in turn whether it is one for each sample; `None` if that differs.
 
     Args:
-        shapes: those of the draws, for each of two trials.
+        draws: the draws of each of two trials.
         counts: how many samples each had.
     """
-    if len(shapes[0]) != len(shapes[1]):
+    if len(draws[0]) != len(draws[1]):
         return None
-    pairs = zip(*shapes)
-    firsts = [[[int(one) for one in shape[:1]] for shape in pair] for pair in pairs]
+    pairs = zip(*draws)
+    firsts = [[[int(one) for one in draw.shape[:1]] for draw in pair] for pair in pairs]
     return [pair == [[count] for count in counts] for pair in firsts]
+
+
+def of_samples(draws: list[Drawn], places: list[bool] | None) -> list[Drawn]:
+    """Return the draws that have numbers for each sample."""
+    return [one for one, is_so in zip(draws, places or ()) if is_so]
 
 
 def candidates_of(backend: Backend, model: Any, tensors: list[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import torch
 
+from bigbatch.backends.torch.compat import follows_torch
 from bigbatch.backends.torch.draws import Draws, shape_of_noise
 from bigbatch.backends.torch.rollback import generator_states, set_generator_states
 
@@ -40,6 +41,23 @@ class WholeDraws(Draws):
             whole = logits
         return self._rows_of(functools.partial(draw, whole, *args, **kwargs))
 
+    _normal = _draw
+
+    def _unseeded(
+        self,
+        dropout: Callable[..., Any],
+        input: Any,  # noqa: A002 (torch's name)
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Any:
+        is_random = training and p not in (0.0, 1.0)
+        if self._is_inside or not is_random or not self._is_of_samples(input.shape):
+            return dropout(input, p, training, inplace)
+        ones = input.detach().new_ones((self._total, *input.shape[1:]))
+        kept = input * self._rows_of(functools.partial(dropout, ones, p))
+        return input.copy_(kept) if inplace else kept
+
     def _dropout(
         self,
         dropout: Callable[..., Any],
@@ -49,7 +67,7 @@ class WholeDraws(Draws):
         seed: Any = None,
     ) -> Any:
         draw = functools.partial(dropout, rate=rate, seed=seed)
-        if rate in (0.0, 1.0):
+        if rate in (0.0, 1.0) or follows_torch(noise_shape, seed):
             return draw(inputs, noise_shape=noise_shape)
         if not self._is_of_samples(shape_of_noise(inputs, noise_shape)):
             return draw(inputs, noise_shape=noise_shape)
