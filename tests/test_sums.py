@@ -26,7 +26,7 @@ def test_every_variable_has_its_own_sum():
     def twice():
         for factor in (0.5, 1.0):
             gradients = [ones(one, factor * (index + 1)) for index, one in enumerate(of)]
-            assert sums.add(of, gradients) == [None] * len(of)
+            assert sums.add(of, gradients, [False] * len(of)) == [None] * len(of)
         return [sums.value(one) for one in of]
 
     def opened():
@@ -51,7 +51,7 @@ def test_who_has_no_gradient_has_no_sum_and_takes_no_memory():
 
     @tf.function
     def add():
-        assert sums.add(of, [ones(kernel), None, ones(bias), None]) == [None] * 4
+        assert sums.add(of, [ones(kernel), None, ones(bias), None], [False] * 4) == [None] * 4
 
     add.get_concrete_function()
     assert sum(one.bytes for one in sums.used) == 4 * (12 + 4)
@@ -66,7 +66,7 @@ def test_rows_and_variables_without_a_place_are_left_to_the_caller():
     @tf.function
     def add():
         rows = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([0]), tf.constant([3, 4]))
-        left = sums.add([known, new], [rows, ones(new)])
+        left = sums.add([known, new], [rows, ones(new)], [False] * 2)
         assert left[0] is rows
         assert left[1] is not None
 

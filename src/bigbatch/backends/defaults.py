@@ -6,6 +6,8 @@ import contextlib
 from contextlib import AbstractContextManager as Block
 from typing import Any, Callable
 
+from bigbatch.core.sparse_gradients import SparseGradients
+
 
 class Defaults:
     """The part of the interface that a backend need not have, with what is done then."""
@@ -46,6 +48,25 @@ class Defaults:
     def totals_so_far(self, accumulation: Any) -> Any:
         """Return what has been added up, as far as it is logged before a batch is complete."""
         return accumulation.value()
+
+    def adds_up_rows(self, optimizer: Any) -> bool:
+        """Say whether an optimizer makes the same update from rows and from their sum."""
+        del optimizer
+        return True  # where no gradient is sparse
+
+    def summed_rows(
+        self,
+        sparse: SparseGradients,
+        optimizer: Any,
+        variables: list[Any],
+        gradients: list[Any],
+    ) -> list[bool]:
+        """Say for each gradient whether it has rows that are to be summed into one tensor.
+
+        Notes in `sparse` what there is to know of the tables.
+        """
+        del sparse, optimizer, variables
+        return [False] * len(gradients)
 
     def remarks(self, accumulation: Any, *, is_whole: bool) -> list[str]:
         """Return what to say of how micro-batches run, once they have been traced.

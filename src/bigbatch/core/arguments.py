@@ -41,6 +41,15 @@ def positive_integer(value: Any, name: str, *, or_auto: bool = False) -> int:
     return number
 
 
+def not_among(name: str, value: Any, choices: tuple[Any, ...]) -> str:
+    """Say that the value of an argument is none of those there are."""
+    return explain(
+        received=f"{name}={value!r}",
+        expected=f"one of {', '.join(map(repr, choices))}",
+        fix="leave it out, or choose one of these",
+    )
+
+
 def _spelled(value: Any, name: str, or_auto: bool) -> str | None:
     """Return how to write what was meant, if that can be guessed."""
     if isinstance(value, str) and value.strip().lower() == "auto" and or_auto:

@@ -32,6 +32,7 @@ def accumulate(
     batch_norm: Literal["pooled", "exact", "microbatch", "frozen"] | ExactBatchNorm = "pooled",
     coupled: bool | Literal["auto"] = "auto",
     check: Literal["warn", "raise", "off"] = "warn",
+    sparse_gradients: Literal["rows", "dense"] = "rows",
 ) -> Model:
     """Let `model.fit` accumulate gradients, with the update of the full batch.
 
@@ -82,6 +83,12 @@ def accumulate(
             and cut unequally, and gradients, logged values and assigned variables are
             compared; all of it is undone. "warn" gives a `bigbatch.NotEqualWarning` that
             names what differs, "raise" raises a `DifferenceError`, "off" does not look.
+        sparse_gradients: how the gradient of an embedding table is kept until the update, on
+            TensorFlow. "rows": the rows that were looked up, as the full batch has them; their
+            memory grows with the batch. "dense": one sum as large as the table. That is another
+            update where rows repeat and the optimizer does not add them up (Keras' Adam and
+            most others): the check says so. With an optimizer for which both are the same
+            update (SGD and Lion without clipping), "rows" takes the smaller one by itself.
 
     Returns:
         The same model.
@@ -98,7 +105,9 @@ def accumulate(
         3
     """
     check_model(model)
-    setting = Setting(microbatch_size, accumulation_steps, batch_norm, coupled, check)
+    setting = Setting(
+        microbatch_size, accumulation_steps, batch_norm, coupled, check, sparse_gradients
+    )
     check_optimizers(model)
     detach(model)
     attach(model, setting)

@@ -8,8 +8,9 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from bigbatch.backends.keras import backend_of, layers_of
+from bigbatch.backends.keras import backend_of, layers_of, optimizers_of
 from bigbatch.core.outcome import GRADIENT, LOG, VARIABLE, Item, of_parts, relative_norm
+from bigbatch.core.sparse_gradients import DENSE
 
 LOSS = "the loss"
 _SHOWN = 3
@@ -24,23 +25,24 @@ class Cause:
     """The layer, loss, variable or logged value, by name."""
     what: str
     """What it does."""
-    size: float
-    """The relative difference."""
+    size: float | None
+    """The relative difference, if it is known."""
     fix: str
     subject: str = ""
     """`LOSS`, or the logged value it is about, of which something may have been said."""
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what} (difference {self.size:.0e}). Fix: {self.fix}."
+        size = "" if self.size is None else f" (difference {self.size:.0e})"
+        return f"{self.where}: {self.what}{size}. Fix: {self.fix}."
 
 
 def text_of(causes: list[Cause]) -> str:
     """Return the text of a warning."""
     lines = "\n".join(f"- {cause}" for cause in causes[:_SHOWN])
-    return (
-        "training will differ from the full batch. Samples of the first batch, cut into "
-        f"micro-batches, gave something else than in one part:\n{lines}"
-    )
+    is_tried = any(cause.size is not None for cause in causes)
+    tried = " Samples of the first batch, cut into micro-batches, gave something else than in"
+    how = f".{tried} one part:" if is_tried else ":"
+    return f"training will differ from the full batch{how}\n{lines}"
 
 
 class Call(NamedTuple):
@@ -84,6 +86,27 @@ def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float)
         logs_agree = not any(_is(item, LOG) for item in found)
         causes.insert(0, _of_loss(model, gradients, logs_agree=logs_agree))
     return causes or [_of_log(model, item, size) for item, size in found.items()]
+
+
+def of_summed_rows(model: Any, phases: Any) -> list[Cause]:
+    """Return the tables whose rows are summed, where that makes another update."""
+    backend, sparse = backend_of(model), phases.sparse
+    named = [(f"the gradient of {one.name!r}", one.optimizer) for one in sparse.differing]
+    is_unseen = phases.full_batch_loss is not None or not backend.is_traced(model)
+    if sparse.choice == DENSE and is_unseen and not sparse.tables:  # no micro-batch has run yet
+        differing = [one for one in optimizers_of(model) if not backend.adds_up_rows(one)]
+        named = [("sparse gradients", type(one).__name__) for one in differing]
+    return [
+        Cause(
+            where,
+            'sparse_gradients="dense" sums rows that are looked up several times, and '
+            f"{optimizer} treats them otherwise than their sum",
+            None,
+            'leave sparse_gradients="dense" out, or use SGD; nothing is wrong if the update of '
+            "a dense gradient will do",
+        )
+        for where, optimizer in named
+    ]
 
 
 def _beside_batch_norm(found: dict[Item, float]) -> Cause:

@@ -42,6 +42,7 @@ class _Hooks:
         self._fit_arguments: dict[str, Any] | None = None
         self._is_quiet = self._is_eager = False
         self._backend = backend_of(model)
+        self._epoch = Epoch(None, None, None)
         self.is_fitting = False
         """Whether `fit` is running."""
         self.is_training = False
@@ -130,7 +131,8 @@ class _Hooks:
         self.batches_per_epoch = certain
         if self._fit_arguments is not None:  # the first to come here is `fit`
             arguments, self._fit_arguments = self._fit_arguments, None
-            self._announce(Epoch(*batches), arguments)
+            self._epoch = Epoch(*batches)
+            self._announce(self._epoch, arguments)
 
     def _announce(self, epoch: Epoch, arguments: dict[str, Any]) -> None:
         callbacks = arguments.get("callbacks") or ()
@@ -151,11 +153,19 @@ class _Hooks:
                 self.trainer.flush()  # what `train_on_batch` has left open
             with self._backend.eager_if_asked(model):
                 self.trainer = self.setting.trainer(model, self._say)
+                self.trainer.sparse.samples = self._samples_per_replica()
                 self._is_eager = model.run_eagerly
             model.train_function = self._backend.train_function(model, self.train)
         assert self.trainer is not None
         self.trainer.feed.batches_per_epoch = self.batches_per_epoch
         return model.train_function
+
+    def _samples_per_replica(self) -> int | None:
+        """Return the samples of a batch on each replica, if they are known."""
+        batch, steps = self._epoch.batch_size, self.setting.accumulation_steps
+        if batch is None or callable(steps):
+            return None
+        return -(-batch * (steps or 1) // self._backend.replicas(self._model))
 
     def train(self, iterator: Any) -> dict[str, Any]:
         self.is_training = True

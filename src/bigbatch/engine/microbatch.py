@@ -9,6 +9,7 @@ from typing import Any, Callable
 from bigbatch.backends.keras import backend_of, metrics_of, optimizers_of
 from bigbatch.core.passes import ALL_UPDATES, Order, Pass
 from bigbatch.core.patching import replaced
+from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.engine.batch_logs import BatchLogs
 from bigbatch.engine.batch_norm import BatchNorm
 from bigbatch.engine.captured import CapturedGradients, Capturing
@@ -50,6 +51,7 @@ class MicroBatch:
         part: which updates of `train_step` have been made, and which give gradients.
         made: the results of updates, by number; those that `part` needs are there when it runs.
         plan: what has to be known of the batch, as far as others have found out.
+        sparse: how sparse gradients are kept.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class MicroBatch:
         part: Pass = ALL_UPDATES,
         made: dict[int, Any] | None = None,
         plan: LossPlan | None = None,
+        sparse: SparseGradients | None = None,
     ) -> None:
         self.model = model
         """The Keras model."""
@@ -69,6 +72,7 @@ class MicroBatch:
         self.backend = backend_of(model)
         """The backend of the model."""
         self._replicas = self.backend.replicas(model)
+        self._sparse = sparse or SparseGradients()
         self._capturing = Capturing(model)
         self.norm = BatchNorm(model, batch_norm)
         self.logs = BatchLogs(model)
@@ -206,7 +210,14 @@ class MicroBatch:
         gradients = self.backend.shaped(captured.gradients, variables)
         weighted = [ops.as_gradient_of(v, g, weight) for v, g in zip(variables, gradients)]
         sums = self.sums.get(captured.number)
-        captured.gradients = weighted if sums is None else sums.add(variables, weighted)
+        summed = self.backend.summed_rows(self._sparse, captured.optimizer, variables, weighted)
+        if sums is not None:
+            captured.gradients = sums.add(variables, weighted, summed)
+        else:
+            captured.gradients = [
+                ops.dense(gradient) if is_summed else gradient
+                for gradient, is_summed in zip(weighted, summed)
+            ]
         return weighted
 
     def summed(self, captured: CapturedGradients, gradients: list[Any]) -> list[Any]:

@@ -7,7 +7,9 @@ from typing import Any, Callable, NamedTuple
 
 from bigbatch.backends.keras import backend_of
 from bigbatch.core.exact import exact_choice
+from bigbatch.core.memory import readable
 from bigbatch.core.passes import ALL_UPDATES, Pass, Plan, plan_of
+from bigbatch.core.sparse_gradients import SparseGradients, Table
 from bigbatch.engine.captured import CapturedGradients
 from bigbatch.engine.loss_plan import LossPlan
 from bigbatch.engine.loss_terms import Lengths
@@ -40,11 +42,19 @@ class Passes:
     Args:
         model: a compiled Keras model.
         batch_norm: as for `accumulate`.
+        sparse: how sparse gradients are kept.
         say: called with what users may want to know.
     """
 
-    def __init__(self, model: Any, batch_norm: Any, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batch_norm: Any,
+        sparse: SparseGradients,
+        say: Callable[[str], None],
+    ) -> None:
         self._model, self._batch_norm, self._say = model, batch_norm, say
+        self._sparse = sparse
         self._backend = backend_of(model)
         self._made: dict[int, Any] = {}
         self._plan: Plan | None = None
@@ -64,7 +74,7 @@ class Passes:
 
     def _pass(self, part: Pass, plan: LossPlan | None = None) -> PassRun:
         model = self._model
-        microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan)
+        microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan, self._sparse)
         exact = exact_choice(self._batch_norm)
         choice = {"exact": exact} if exact else {}
         kept = microbatch.kept
@@ -107,10 +117,21 @@ class Passes:
 
     def _say_remarks(self) -> None:
         is_whole = self.all_updates.microbatch.lengths is Lengths.SAME
-        for remark in self._backend.remarks(self.all_updates.runs, is_whole=is_whole):
+        remarks = self._backend.remarks(self.all_updates.runs, is_whole=is_whole)
+        for remark in (*remarks, *map(self._of_rows, self._sparse.larger_than_sums)):
             if remark not in self._said:
                 self._said.append(remark)
                 self._say(remark)
+
+    def _of_rows(self, table: Table) -> str:
+        """Say that the rows of a table take more memory than their dense sum would."""
+        rows = self._sparse.rows_of(table)
+        return (
+            f"bigbatch: the rows of {table.name} take {readable(rows * table.row_bytes)} until "
+            f"the update, their dense sum {readable(table.rows * table.row_bytes)}: "
+            'sparse_gradients="dense" takes less memory'
+            + ("" if table.adds_up else f", and differs under {table.optimizer}")
+        )
 
     def trace_again(self, types: Any, size: int | None) -> None:
         """Trace once more what has been traced, as a micro-batch is to do something else."""

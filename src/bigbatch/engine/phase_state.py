@@ -6,6 +6,7 @@ from typing import Any, Callable
 
 from bigbatch.backends.keras import backend_of
 from bigbatch.core.exact import exact_choice
+from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
 from bigbatch.engine.loss_plan import Kind
 from bigbatch.engine.microbatch import MicroBatch
@@ -36,6 +37,7 @@ class PhaseState:
         model: a compiled Keras model.
         batch_norm: as for `accumulate`.
         coupled: whether the loss is that of the whole batch, by two passes.
+        sparse: how sparse gradients are kept.
         say: called with what users may want to know.
     """
 
@@ -45,13 +47,16 @@ class PhaseState:
         *,
         batch_norm: Any,
         coupled: bool,
+        sparse: SparseGradients,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._model = model
         self._backend = backend = backend_of(model)
         self._ops = backend.ops
         self._replicas = backend.replicas(model)
-        self._passes = Passes(model, batch_norm, say)
+        self._passes = Passes(model, batch_norm, sparse, say)
+        self.sparse = sparse
+        """How sparse gradients are kept until the update."""
         self.full_batch_loss: FullBatchLoss | None = None
         """What computes the loss of the whole batch, if it is `coupled`."""
         if coupled:

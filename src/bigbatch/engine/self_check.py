@@ -22,7 +22,7 @@ from bigbatch.core.outcome import (
     tolerance_of,
 )
 from bigbatch.engine.batch_norm import batch_norms_of
-from bigbatch.engine.cause import Cause, causes_of, text_of
+from bigbatch.engine.cause import Cause, causes_of, of_summed_rows, text_of
 from bigbatch.engine.check_trial import CUTS, Trial
 from bigbatch.engine.phases import Phases
 from bigbatch.errors import DifferenceError, NotEqualWarning
@@ -130,10 +130,12 @@ class SelfCheck:
 
     def causes(self, data: Any, size: int | None) -> tuple[list[Cause], str | None]:
         """Return why samples give something else when cut, or why that cannot be known."""
+        found, reason = [], None
         try:
-            return self._found(data, size), None
+            found = self._found(data, size)
         except NotCheckedError as error:
-            return [], str(error)
+            reason = str(error)
+        return [*found, *of_summed_rows(self._model, self._phases)], reason
 
     def _found(self, data: Any, size: int | None) -> list[Cause]:
         """Return why samples give something else when cut; nothing if they do not."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 from bigbatch.backends.keras import is_multi_worker
-from bigbatch.core.arguments import positive_integer
+from bigbatch.core.arguments import not_among, positive_integer
 from bigbatch.core.exact import ExactBatchNorm, exact_choice
 from bigbatch.core.size_search import AUTO
+from bigbatch.core.sparse_gradients import CHOICES as SPARSE_CHOICES
+from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
 from bigbatch.engine.auto_size import AutoSlices
 from bigbatch.engine.batch_norm import MODES
@@ -29,6 +31,7 @@ class Setting:
     batch_norm: str | ExactBatchNorm = "pooled"
     coupled: bool | str = "auto"
     check: str = "warn"
+    sparse_gradients: str = "rows"
 
     def __post_init__(self) -> None:
         if (self.microbatch_size is None) == (self.accumulation_steps is None):
@@ -61,12 +64,10 @@ class Setting:
                 )
             )
         if self.check not in CHECKS:
+            raise ArgumentError(not_among("check", self.check, CHECKS))
+        if self.sparse_gradients not in SPARSE_CHOICES:
             raise ArgumentError(
-                explain(
-                    received=f"check={self.check!r}",
-                    expected=f"one of {', '.join(map(repr, CHECKS))}",
-                    fix="leave it out, or choose one of these",
-                )
+                not_among("sparse_gradients", self.sparse_gradients, SPARSE_CHOICES)
             )
         if self.microbatch_size == AUTO:
             return
@@ -105,6 +106,7 @@ class Setting:
             coupled=self.coupled,
             workers=workers,
             check=check or self.check,
+            sparse=SparseGradients(self.sparse_gradients),
             say=say,
         )
 

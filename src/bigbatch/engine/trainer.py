@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of
+from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.engine.phases import Phases
 from bigbatch.engine.planning import Planning
 from bigbatch.engine.self_check import SelfCheck
@@ -22,6 +23,7 @@ class Trainer:
         coupled: as for `accumulate`.
         workers: what lets workers agree after each phase, if one may run out of memory.
         check: as for `accumulate`.
+        sparse: how sparse gradients are kept.
         say: called with what users may want to know.
     """
 
@@ -34,12 +36,17 @@ class Trainer:
         coupled: bool | str,
         workers: Workers | None = None,
         check: str = "off",
+        sparse: SparseGradients | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.model = model
         self.backend = backend_of(model)
         self.feed = feed
-        self.phases = Phases(model, batch_norm=batch_norm, coupled=coupled is True, say=say)
+        self.sparse = sparse or SparseGradients()
+        """How sparse gradients are kept until the update."""
+        self.phases = Phases(
+            model, batch_norm=batch_norm, coupled=coupled is True, sparse=self.sparse, say=say
+        )
         self._workers = workers
         self.planning = Planning(
             model,

@@ -7,6 +7,7 @@ from typing import Any, Callable, cast
 import tensorflow as tf
 
 from bigbatch.backends.tensorflow import replicas
+from bigbatch.backends.tensorflow.ops import dense
 from bigbatch.backends.tensorflow.two_passes import LossOfBatch, TwoPasses
 from bigbatch.backends.tensorflow.values import shaped, widen
 from bigbatch.errors import ArgumentError, explain
@@ -20,6 +21,8 @@ def coupled_value_and_gradients(
     variables: Any,
     batch: Any,
     microbatch_size: int,
+    *,
+    is_dense: bool = False,
 ) -> tuple[Any, Any]:
     """Return loss and gradients, exact for any loss; see `value_and_gradients`."""
     passes = TwoPasses(batch, microbatch_size, may_be_empty=replicas.inside_one_of_many())
@@ -43,9 +46,13 @@ def coupled_value_and_gradients(
             if weight is not None:
                 loss = tf.math.divide_no_nan(loss, tf.cast(weight, loss.dtype))
         in_loss, seeds = cast(Any, tape.gradient(loss, (variables, outputs)))
+        if is_dense:
+            in_loss = tf.nest.map_structure(dense, in_loss)
         return LossOfBatch(loss, variables, in_loss, seeds)
 
     def keep(gradients: Any) -> Any:
+        if is_dense:
+            gradients = tf.nest.map_structure(dense, gradients)
         return tf.nest.map_structure(shaped, gradients, variables)
 
     result, gradients = passes.run(outputs_of, loss_of, keep)

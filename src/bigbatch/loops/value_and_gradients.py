@@ -10,9 +10,11 @@ from bigbatch.backends.tensorflow import replicas
 from bigbatch.backends.tensorflow.batch import Batch, sample_count
 from bigbatch.backends.tensorflow.compat import is_compiled, like_the_caller
 from bigbatch.backends.tensorflow.microbatches import total
+from bigbatch.backends.tensorflow.ops import dense
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, as_gradient_of, shaped, widen
-from bigbatch.core.arguments import positive_integer
+from bigbatch.core.arguments import not_among, positive_integer
 from bigbatch.core.size_search import AUTO
+from bigbatch.core.sparse_gradients import CHOICES, DENSE
 from bigbatch.errors import ArgumentError, explain
 from bigbatch.loops.auto_size import auto_size
 from bigbatch.loops.checks import checked_loss
@@ -27,6 +29,7 @@ def value_and_gradients(
     microbatch_size: int | Literal["auto"],
     coupled: bool = False,
     forward: Callable[..., Any] | None = None,
+    sparse_gradients: Literal["rows", "dense"] = "rows",
 ) -> tuple[Any, Any]:
     r"""Return the loss of a whole batch and its gradients, one micro-batch at a time.
 
@@ -68,6 +71,10 @@ def value_and_gradients(
         forward: the part of the computation before the loss, if `coupled`. Returns tensors
             with one row per sample, in any nest. What it draws by a Keras `SeedGenerator` or a
             `tf.random.Generator` is the same in both passes; state it changes changes once.
+        sparse_gradients: what is returned where `tape.gradient` gives `IndexedSlices`. "rows":
+            the rows that the full batch has; their memory grows with the batch. "dense": one
+            sum as large as the variable, which Keras' Adam and most others treat in another
+            way where rows repeat.
 
     Returns:
         `(loss, gradients)`: the gradients in the structure and of the types that
@@ -105,15 +112,23 @@ def value_and_gradients(
             )
         )
 
+    if sparse_gradients not in CHOICES:
+        raise ArgumentError(not_among("sparse_gradients", sparse_gradients, CHOICES))
+    is_dense = sparse_gradients == DENSE
+
     def compute(
         batch: Any, size: Any, begin: Callable[[Any], None] = lambda _: None
     ) -> tuple[Any, Any]:
         if forward is None:
             jit_compile = is_compiled(loss_fn) or None
             converted = like_the_caller(loss_fn)
-            return _value_and_gradients(converted, variables, batch, size, jit_compile, begin)
+            return _value_and_gradients(
+                converted, variables, batch, size, jit_compile, begin, is_dense=is_dense
+            )
         functions = like_the_caller(forward), like_the_caller(loss_fn)
-        return coupled_value_and_gradients(*functions, variables, batch, size)
+        return coupled_value_and_gradients(
+            *functions, variables, batch, size, is_dense=is_dense
+        )
 
     if microbatch_size == AUTO:
         return auto_size(loss_fn, forward, variables, compute)(Batch(batch, may_be_empty=False))
@@ -129,6 +144,8 @@ def _value_and_gradients(
     microbatch_size: Any,
     jit_compile: bool | None,
     begin: Callable[[Any], None],
+    *,
+    is_dense: bool,
 ) -> tuple[Any, Any]:
     many_replicas = replicas.inside_one_of_many()
     samples = Batch(batch, may_be_empty=many_replicas)
@@ -144,11 +161,10 @@ def _value_and_gradients(
         # Seeded with 1/N, the backward pass meets numbers of the size they have in the full
         # batch: float16 overflows or underflows only where the full batch would.
         seed = tf.math.divide_no_nan(weight if is_mean else tf.ones_like(weight), count)
-        gradients = tf.nest.map_structure(
-            shaped,
-            tape.gradient(loss, variables, output_gradients=tf.cast(seed, loss.dtype)),
-            variables,
-        )
+        gradients = tape.gradient(loss, variables, output_gradients=tf.cast(seed, loss.dtype))
+        if is_dense:
+            gradients = tf.nest.map_structure(dense, gradients)
+        gradients = tf.nest.map_structure(shaped, gradients, variables)
         loss = widen(loss)
         return loss * tf.cast(weight, loss.dtype) if is_mean else loss, weight, gradients
 

@@ -40,6 +40,22 @@ class Keras3Optimizer(PlainOptimizer):
         return (*found, *([] if inner is None else settings_of(inner, "_learning_rate")))
 
 
+_ADD_UP_ROWS = ("SGD", "Lion")
+_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+
+
+def adds_up_rows(optimizer: Any) -> bool:
+    """Say whether an optimizer makes the same update from repeated rows and from their sum.
+
+    Those of Keras do whose update is linear in the gradient up to the sum of repeated rows,
+    unless they clip: it is the rows that are clipped, not their sum. A test tries all of them.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a `LossScaleOptimizer`
+    is_known = all(type(one).__module__.startswith("keras.src.") for one in (optimizer, inner))
+    clips = any(getattr(one, name, None) for one in (optimizer, inner) for name in _CLIPPING)
+    return is_known and type(inner).__name__ in _ADD_UP_ROWS and not clips
+
+
 def _native(variable: Any) -> Any:
     """Return the `tf.Variable` inside a Keras variable, and any other variable as it is."""
     value = getattr(variable, "value", variable)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from dataclasses import replace
 from typing import Any, Callable, Iterable, Iterator
 
 import tensorflow as tf
@@ -22,9 +23,11 @@ from bigbatch.backends.tensorflow import (
 )
 from bigbatch.backends.tensorflow.accumulation import Accumulation
 from bigbatch.backends.tensorflow.compat import outside_strategy_scope
+from bigbatch.backends.tensorflow.keras3_optimizers import adds_up_rows
 from bigbatch.backends.tensorflow.memory import Memory
 from bigbatch.backends.tensorflow.optimizers import adapted
 from bigbatch.backends.tensorflow.sample import TensorFlowSample, sample_of
+from bigbatch.backends.tensorflow.sparse_rows import table_of
 from bigbatch.backends.tensorflow.sums import GradientSums
 from bigbatch.backends.tensorflow.table import Table
 from bigbatch.backends.tensorflow.two_passes import TwoPasses
@@ -32,6 +35,7 @@ from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
 from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
 from bigbatch.core.exact import ExactBatchNorm
 from bigbatch.core.passes import Order
+from bigbatch.core.sparse_gradients import SparseGradients
 
 _SWITCHES: Any = weakref.WeakKeyDictionary()
 """The switch of each model: a `tf.function` of the user's may keep it for good."""
@@ -124,6 +128,29 @@ class TensorFlowBackend(Backend):
             return None
         with model.distribute_strategy.scope():
             return GradientSums(model.trainable_variables)
+
+    def summed_rows(
+        self,
+        sparse: SparseGradients,
+        optimizer: Any,
+        variables: list[Any],
+        gradients: list[Any],
+    ) -> list[bool]:
+        summed = []
+        for variable, gradient in zip(variables, gradients):
+            table = None
+            if isinstance(gradient, tf.IndexedSlices):
+                name = getattr(variable, "path", None) or variable.name
+                table = sparse.tables.get(name)
+                if table is None or not tf.executing_eagerly():  # a graph tells more
+                    table = table_of(variable, name, gradient, type(optimizer).__name__)
+                    table = replace(table, adds_up=self.adds_up_rows(optimizer))
+                    sparse.tables[name] = table
+            summed.append(table is not None and sparse.is_summed(table))
+        return summed
+
+    def adds_up_rows(self, optimizer: Any) -> bool:
+        return adds_up_rows(optimizer)
 
     def accumulation(
         self,

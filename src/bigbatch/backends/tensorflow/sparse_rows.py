@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from bigbatch.backends.tensorflow.dependence import Dependence
 from bigbatch.backends.tensorflow.draws import running
-from bigbatch.backends.tensorflow.values import ROWS, joined, kind_of
+from bigbatch.backends.tensorflow.values import ROWS, joined, kind_of, widened
+from bigbatch.core.sparse_gradients import Table
 
 
 @dataclass(frozen=True)
@@ -210,3 +211,51 @@ def has_repeated_rows(gradient: Any) -> bool:
     return not any(
         count and (rows is None or rows % count == 0) for count in dependence.known_counts()
     )
+
+
+def table_of(variable: Any, name: str, gradient: Any, optimizer: str) -> Table:
+    """Return what there is to know of a variable with a sparse gradient."""
+    shape: Any = tf.TensorShape(variable.shape)
+    indices = gradient.indices
+    is_shown = not tf.executing_eagerly()
+    return Table(
+        name,
+        optimizer,
+        rows=shape[0],
+        row_bytes=shape[1:].num_elements() * widened(gradient.dtype).size,
+        rows_per_sample=_rows_per_sample(indices) if is_shown else None,
+        has_repeats=not is_shown or _may_repeat(indices),
+    )
+
+
+def _rows_per_sample(indices: Any) -> int | None:
+    """Return how many rows each sample looks up, as far as a graph shows; else `None`."""
+    total = 0
+    for one in _concatenated(indices):
+        shape = _looked_up(one).shape
+        if shape.rank is None or not shape.rank or not shape[1:].is_fully_defined():
+            return None
+        if shape[0] is None:
+            total += shape[1:].num_elements()
+    return total
+
+
+def _may_repeat(indices: Any) -> bool:
+    """Say whether, as far as a graph shows, a row may be among these more than once."""
+    looked_up = _looked_up(indices)
+    if looked_up.op.type == "SelectV2":  # Keras counts negative numbers from the end
+        looked_up = _looked_up(looked_up.op.inputs[2])
+    known = tf.get_static_value(looked_up)
+    if known is not None:
+        return bool((known < 0).any()) or len(set(known.ravel().tolist())) < known.size
+    return looked_up.op.type != "Range" and not _is_unique(indices)
+
+
+def _looked_up(indices: Any) -> Any:
+    """Return indices as a lookup has got them, before its gradient made a vector of them."""
+    while indices.op.type in ("Identity", "Cast", "Reshape"):
+        is_known = indices.shape.rank and indices.shape[1:].is_fully_defined()
+        if indices.op.type == "Reshape" and indices.shape.rank != 1 and is_known:
+            break
+        indices = indices.op.inputs[0]
+    return indices

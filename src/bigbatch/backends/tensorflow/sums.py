@@ -57,6 +57,15 @@ class GradientSum:
         self.is_used = True
         add_to(self.variable, tf.cast(value, self.dtype))
 
+    def add_rows(self, slices: Any) -> None:
+        """Add the rows of `IndexedSlices`, in place."""
+        self.is_used = True
+        tf.raw_ops.ResourceScatterAdd(
+            resource=self.variable.handle,
+            indices=slices.indices,
+            updates=tf.cast(slices.values, self.dtype),
+        )
+
     def value(self) -> Any:
         """Return this replica's sum."""
         return tf.ensure_shape(self.variable.read_value(), self.shape)
@@ -81,7 +90,7 @@ class GradientSums:
     Args:
         variables: those whose gradients have a place here. Gradients of others, such as
             variables that only tracing makes, are returned by a micro-batch and added up with
-            everything else; so are sparse ones.
+            everything else; so are sparse ones, but for those that are to be summed.
     """
 
     def __init__(self, variables: Iterable[Any]) -> None:
@@ -101,14 +110,21 @@ class GradientSums:
         """Return a block in which a micro-batch runs whose gradients are added here."""
         return contextlib.nullcontext()
 
-    def add(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
-        """Add up gradients that have a place, in a graph; return the others, and `None`."""
+    def add(self, variables: list[Any], gradients: list[Any], summed: list[bool]) -> list[Any]:
+        """Add up gradients that have a place, in a graph; return the others, and `None`.
+
+        `summed` says which of them have rows that are added here, too.
+        """
         left = []
-        for variable, gradient in zip(variables, gradients):
+        for variable, gradient, is_summed in zip(variables, gradients, summed):
             place = self._sums.get(id(variable))
-            if place is not None and kind_of(gradient) == DENSE and not tf.executing_eagerly():
-                place.add(gradient)
-                gradient = None
+            if place is not None and not tf.executing_eagerly():
+                if kind_of(gradient) == DENSE:
+                    place.add(gradient)
+                    gradient = None
+                elif is_summed:
+                    place.add_rows(gradient)
+                    gradient = None
             left.append(gradient)
         return left
 
@@ -129,10 +145,8 @@ class StoredSums:
     def __init__(self, specs: list[tf.TensorSpec], is_rows: list[bool]) -> None:
         self._specs, self._is_rows = specs, is_rows
         self._variables = [
-            local_variable(
-                tf.zeros([0, *spec.shape[1:]], spec.dtype),
-                tf.TensorShape([None, *spec.shape[1:]]),
-            )
+            # A list of tensors, concatenated once: not a tensor that is copied to grow.
+            local_variable(_no_tensors(spec), summed=False)
             if rows
             # A number is added to tensors of every shape.
             else local_variable(tf.zeros([], spec.dtype), ANY_SHAPE)
@@ -143,14 +157,14 @@ class StoredSums:
         """Forget rows, which take memory, on this replica."""
         for variable, spec, rows in zip(self._variables, self._specs, self._is_rows):
             if rows:
-                variable.assign(tf.zeros([0, *spec.shape[1:]], spec.dtype))
+                variable.assign(_no_tensors(spec))
 
     def clear(self) -> None:
         """Start from nothing, on this replica."""
         for variable, spec, rows in zip(self._variables, self._specs, self._is_rows):
             known = spec.shape.is_fully_defined()
-            shape = [0, *spec.shape[1:]] if rows else spec.shape if known else []
-            variable.assign(tf.zeros(shape, spec.dtype))
+            nothing = _no_tensors if rows else lambda one: tf.zeros(one.shape, one.dtype)
+            variable.assign(nothing(spec) if rows or known else tf.zeros([], spec.dtype))
 
     def add(self, tensors: list[Any]) -> None:
         """Add the results of one micro-batch, but for those that are `None`."""
@@ -160,7 +174,11 @@ class StoredSums:
             if tensor is None:
                 continue
             if rows:
-                variable.assign(tf.concat([variable.read_value(), tensor], 0))
+                variable.assign(
+                    tf.raw_ops.TensorListPushBack(
+                        input_handle=variable.read_value(), tensor=tensor
+                    )
+                )
             elif spec.shape.is_fully_defined():
                 add_to(variable, tensor)
             else:
@@ -169,11 +187,34 @@ class StoredSums:
     def values(self) -> list[Any]:
         """Return this replica's sums."""
         return [
-            variable.read_value()
+            _rows_of(variable.read_value(), spec)
             if rows
             else tf.ensure_shape(variable.read_value(), spec.shape)
             for variable, spec, rows in zip(self._variables, self._specs, self._is_rows)
         ]
+
+
+def _no_tensors(spec: tf.TensorSpec) -> Any:
+    """Return an empty list of tensors that have rows like `spec`."""
+    return tf.raw_ops.EmptyTensorList(
+        element_shape=_rows_like(spec), max_num_elements=-1, element_dtype=spec.dtype
+    )
+
+
+def _rows_of(tensors: Any, spec: tf.TensorSpec) -> Any:
+    """Return the rows of all tensors of a list, one after another."""
+    rows = tf.raw_ops.TensorListConcatV2(
+        input_handle=tensors,
+        element_dtype=spec.dtype,
+        element_shape=_rows_like(spec),
+        leading_dims=tf.zeros([0], tf.int64),
+    ).tensor
+    return tf.ensure_shape(rows, [None, *spec.shape[1:]])
+
+
+def _rows_like(spec: tf.TensorSpec) -> Any:
+    shape: Any = [-1, *spec.shape[1:]]
+    return tf.constant(shape, tf.int32)
 
 
 class PythonSums:

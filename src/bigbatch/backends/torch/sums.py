@@ -104,8 +104,9 @@ class GradientSums:
             return contextlib.nullcontext()
         return replaced(self._model, zero_grad=lambda *_, **__: None)
 
-    def add(self, variables: list[Any], gradients: list[Any]) -> list[Any]:
+    def add(self, variables: list[Any], gradients: list[Any], summed: list[bool]) -> list[Any]:
         """Add up gradients; return what has no place here: nothing."""
+        del summed  # all of them are dense
         for variable, gradient in zip(variables, gradients):
             if gradient is None:
                 continue
