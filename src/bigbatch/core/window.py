@@ -12,7 +12,7 @@ from bigbatch.core.arguments import positive_integer
 AccumulationSteps = Union[int, Callable[[int], int], None]
 """Micro-batches per update: a number, a schedule from updates made, or "until `flush`"."""
 
-UNBOUNDED = 0
+UNTIL_FLUSH = 0
 """The length of a window that only `flush` ends."""
 
 
@@ -24,11 +24,11 @@ def window_length(accumulation_steps: AccumulationSteps, updates: int) -> int:
         4
         >>> window_length(lambda updates: 1 if updates < 1000 else 4, updates=1000)
         4
-        >>> window_length(None, updates=7) == UNBOUNDED
+        >>> window_length(None, updates=7) == UNTIL_FLUSH
         True
     """
     if accumulation_steps is None:
-        return UNBOUNDED
+        return UNTIL_FLUSH
     if callable(accumulation_steps):
         return positive_integer(accumulation_steps(updates), f"accumulation_steps({updates})")
     return positive_integer(accumulation_steps, "accumulation_steps")
@@ -36,7 +36,7 @@ def window_length(accumulation_steps: AccumulationSteps, updates: int) -> int:
 
 def is_full(micro_batches: Any, length: Any) -> Any:
     """Say whether a window of `length` that holds `micro_batches` calls for an update."""
-    return (length > UNBOUNDED) & (micro_batches >= length)
+    return (length > UNTIL_FLUSH) & (micro_batches >= length)
 
 
 def whole_and_rest(samples: Any, microbatch_size: int) -> tuple[Any, Any]:

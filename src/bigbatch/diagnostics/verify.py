@@ -24,7 +24,7 @@ from bigbatch.core.report import progress
 from bigbatch.diagnostics.update import Update, differences_of, observed, relative
 from bigbatch.diagnostics.verification import Difference, Hazard, Verification
 from bigbatch.engine.batch_norm import BatchNorm
-from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.loss_trial import LossTrial
 from bigbatch.engine.settings import Setting
 from bigbatch.engine.trial import unchanged
@@ -177,7 +177,7 @@ class _Comparison:
         checked = replace(self._setting, check="warn")
         trainer, size = checked.trainer(self._model, lambda _: None), checked.microbatch_size
         assert isinstance(size, int)
-        trainer.phases.prepare(self._data, Lengths.SAME, size)
+        trainer.phases.prepare(self._data, SharedDimensions.SAME, size)
         causes, reason = trainer.self_check.causes(self._data, size)
         if reason:
             self._notes.append(f"Samples could not be tried one by one: {reason}.")
@@ -208,7 +208,7 @@ class _Comparison:
         eagerly, model.run_eagerly = model.run_eagerly, False
         try:
             trainer = self._setting.trainer_of_slices(model)
-            trainer.phases.prepare(self._data, Lengths.SAME, None)
+            trainer.phases.prepare(self._data, SharedDimensions.SAME, None)
             trainer.trace(self._data)
         finally:
             model.run_eagerly = eagerly

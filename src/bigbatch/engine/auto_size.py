@@ -7,7 +7,7 @@ from typing import Any, Callable
 from bigbatch.core.memory import readable
 from bigbatch.core.size_search import with_smaller_ones
 from bigbatch.engine.feeds import WholeBatches
-from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.trainer import Trainer
 from bigbatch.engine.trial import largest_trial_that_fits, memory_of
 
@@ -38,7 +38,9 @@ class AutoSlices(WholeBatches):
             data = functions.as_tensors(functions.without_optionals(data))
             trainer.planning.at(data)
             trainer.planning.conclude()
-            trainer.phases.prepare(data if types is None else types, Lengths.SAME, None)
+            trainer.phases.prepare(
+                data if types is None else types, SharedDimensions.SAME, None
+            )
             if self.size is None:
                 functions.check_can_be_cut(trainer.model, data)
                 self.size = self._choose(trainer, data)

@@ -6,12 +6,15 @@ import contextlib
 from typing import Any, Iterator
 
 from bigbatch.backends.keras import optimizers_of
-from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
-from bigbatch.engine.loss_terms import Lengths
+from bigbatch.core.window import AccumulationSteps, window_length
+from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.microbatch import CountsNeededError
 from bigbatch.engine.trainer import Trainer
 
-_WHOLE = 2**31 - 1
+WHOLE_BATCH = 0
+"""The micro-batch size that stands for the whole batch, however large."""
+
+_LARGEST_SIZE = 2**31 - 1
 """A micro-batch size that no batch is larger than."""
 
 
@@ -37,7 +40,7 @@ class Slices(WholeBatches):
     """Split mode: each batch makes one update, and its micro-batches are slices of it.
 
     Args:
-        size: samples per micro-batch, on each replica; `UNBOUNDED`: all.
+        size: samples per micro-batch, on each replica; or `WHOLE_BATCH`.
     """
 
     def __init__(self, size: int) -> None:
@@ -48,13 +51,13 @@ class Slices(WholeBatches):
         data, phases = trainer.backend.data, trainer.phases
         count = trainer.backend.batches_per_call(trainer.model)
         types = iterator.element_spec if data.is_iterator(iterator) else None
-        size = _WHOLE if self.size == UNBOUNDED else self.size
+        size = _LARGEST_SIZE if self.size == WHOLE_BATCH else self.size
         planning = trainer.planning
-        if self.size == UNBOUNDED:
+        if self.size == WHOLE_BATCH:
             planning.conclude()  # the batch is whole
         if types is not None and planning.is_done:
-            phases.prepare(types, Lengths.SAME, self.size or None)
-            is_checked = trainer.self_check.is_done or self.size == UNBOUNDED
+            phases.prepare(types, SharedDimensions.SAME, self.size or None)
+            is_checked = trainer.self_check.is_done or self.size == WHOLE_BATCH
             # Stages take long to build, and are there already: in the graphs of the check.
             if is_checked and not phases.is_exact:
                 # A number that is known when the graph is built makes a simpler one.
@@ -64,8 +67,10 @@ class Slices(WholeBatches):
         for batch in data.next_batches(iterator, count):
             planning.at(batch, self.size)
             planning.conclude()
-            phases.prepare(batch if types is None else types, Lengths.SAME, self.size or None)
-            if self.size != UNBOUNDED:  # or the batch is whole
+            phases.prepare(
+                batch if types is None else types, SharedDimensions.SAME, self.size or None
+            )
+            if self.size != WHOLE_BATCH:  # or the batch is whole
                 batch = data.as_tensors(data.without_optionals(batch))
                 phases.learn(batch, self.size)
                 trainer.self_check.at(batch, self.size)
@@ -93,7 +98,7 @@ class Batches:
         self._filled = 0
         self._held: list[Any] = []
         self._types: Any = None
-        self._lengths = Lengths.ANY
+        self._lengths = SharedDimensions.ANY
         self._begin_epoch()
 
     def train(self, trainer: Trainer, iterator: Any) -> dict[str, Any]:
@@ -237,7 +242,7 @@ class Batches:
         functions, phases = trainer.backend.data, trainer.phases
         is_iterator = functions.is_iterator(iterator)
         if is_iterator:
-            self._types, self._lengths = iterator.element_spec, Lengths.DECLARED
+            self._types, self._lengths = iterator.element_spec, SharedDimensions.DECLARED
             if trainer.planning.is_done:
                 self._prepare(trainer)
                 # What has been added up would be lost by a check now.
@@ -250,7 +255,10 @@ class Batches:
                     return done
         data = functions.as_tensors(functions.without_optionals(next(iterator)))
         if not is_iterator:
-            self._types, self._lengths = functions.types_of_any_count(data), Lengths.ANY
+            self._types, self._lengths = (
+                functions.types_of_any_count(data),
+                SharedDimensions.ANY,
+            )
         trainer.planning.at(data, batches=self._length)
         if trainer.planning.is_done:
             self._prepare(trainer)

@@ -17,7 +17,7 @@ from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_norm import batch_norms_of
 from bigbatch.engine.captured import CapturedGradients, Capturing
 from bigbatch.engine.loss_plan import Kind
-from bigbatch.engine.loss_terms import ONE, OWN, Lengths, denominator
+from bigbatch.engine.loss_terms import ONE, OWN, SharedDimensions, denominator
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.errors import ArgumentError, explain
 
@@ -60,7 +60,7 @@ class FullBatchLoss:
 
         def forward(data: Any) -> tuple[list[Any], list[Any], list[Any]]:
             nonlocal count
-            outputs, masks, losses, moments = self._call(passes.share, data)
+            outputs, masks, losses, moments = self._call(passes.replica_rows, data)
             count = len(outputs)
             return [*outputs, *masks], losses, moments
 
@@ -146,7 +146,7 @@ class FullBatchLoss:
         self, passes: Any, data: Any, outputs: list[Any], masks: list[Any], losses: list[Any]
     ) -> Any:
         """Run `train_step` with outputs that are there already; return a `LossOfBatch`."""
-        backend, model, share = self._backend, self._model, passes.share
+        backend, model, share = self._backend, self._model, passes.replica_rows
         tape = passes.recording([*outputs, *losses])
         of: list[Any] = []
         # Recording, from the call of the model to the loss, ends even if one of them fails.
@@ -214,7 +214,9 @@ class FullBatchLoss:
 
         def undivided(loss: Any) -> Any:
             def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-                by = denominator(backend, loss, y_true, y_pred, sample_weight, Lengths.SAME)
+                by = denominator(
+                    backend, loss, y_true, y_pred, sample_weight, SharedDimensions.SAME
+                )
                 value = loss(y_true, y_pred, sample_weight)
                 is_divided = not (isinstance(by, str) and by in (OWN, ONE))
                 return value * divided if is_divided else value

@@ -31,7 +31,7 @@ ONE_PER_REPLICA = "one per replica"
 """As `ONE`, of a sum that Keras takes for a mean and divides by the number of replicas."""
 
 
-class Lengths(enum.Enum):
+class SharedDimensions(enum.Enum):
     """Which dimensions the micro-batches of a batch share, apart from the number of them."""
 
     SAME = "all dimensions but the first"
@@ -45,7 +45,7 @@ def denominator(
     y_true: Any,
     y_pred: Any,
     sample_weight: Any,
-    lengths: Lengths,
+    lengths: SharedDimensions,
     kind: Kind = Kind.KERAS,
 ) -> Any:
     """Return what `loss` divides the sum over these samples by, or one of the names above.
@@ -73,8 +73,8 @@ def denominator(
     size = ops.size(values)
     if not masks:
         per_sample = values.shape[1:]
-        proportional = lengths is Lengths.SAME or not len(per_sample)
-        if lengths is Lengths.DECLARED:
+        proportional = lengths is SharedDimensions.SAME or not len(per_sample)
+        if lengths is SharedDimensions.DECLARED:
             proportional = all(length is not None for length in per_sample)
         return SAMPLES if proportional else size
     # As many elements as there are, less those under the mask.
@@ -126,7 +126,7 @@ class TermRecorder:
         backend: Backend,
         plan: LossPlan,
         correction: Callable[[int, Any], Any],
-        lengths: Lengths,
+        lengths: SharedDimensions,
         *,
         replicas: int = 1,
         can_weigh: Callable[[], bool] = lambda: False,

@@ -19,7 +19,7 @@ from bigbatch.engine.loss_terms import (
     ONE_PER_REPLICA,
     OWN,
     SAMPLES,
-    Lengths,
+    SharedDimensions,
     TermRecorder,
 )
 from bigbatch.engine.statistics import statistics_of
@@ -77,7 +77,7 @@ class MicroBatch:
         self.norm = BatchNorm(model, batch_norm)
         self.logs = BatchLogs(model)
         self.statistics = statistics_of(model)
-        self.lengths = Lengths.SAME
+        self.lengths = SharedDimensions.SAME
         self.plan = plan or LossPlan()
         """What the parts of the loss do; complete when a micro-batch has been traced."""
         self.captured: list[CapturedGradients] = []

@@ -12,7 +12,7 @@ from bigbatch.core.passes import ALL_UPDATES, Pass, Plan, plan_of
 from bigbatch.core.sparse_gradients import SparseGradients, Table
 from bigbatch.engine.captured import CapturedGradients
 from bigbatch.engine.loss_plan import LossPlan
-from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.engine.update import Update
 from bigbatch.errors import ContextError, explain
@@ -116,7 +116,7 @@ class Passes:
         self._say_remarks()
 
     def _say_remarks(self) -> None:
-        is_whole = self.all_updates.microbatch.lengths is Lengths.SAME
+        is_whole = self.all_updates.microbatch.lengths is SharedDimensions.SAME
         remarks = self._backend.remarks(self.all_updates.runs, is_whole=is_whole)
         for remark in (*remarks, *map(self._of_rows, self._sparse.larger_than_sums)):
             if remark not in self._said:
@@ -179,7 +179,7 @@ class Passes:
             variables if self.runs_again else self.all_updates.runs.once.values()
         )
 
-    def _make(self, lengths: Lengths) -> None:
+    def _make(self, lengths: SharedDimensions) -> None:
         """Make what runs the passes, if the updates of `train_step` are known."""
         first = self.all_updates.microbatch
         if first.order is None:

@@ -11,7 +11,7 @@ import functools
 from contextlib import nullcontext
 from typing import Any
 
-from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.microbatch import CountsNeededError
 from bigbatch.engine.phase_state import PhaseState
 from bigbatch.engine.totals import ReplicaTotals
@@ -21,7 +21,7 @@ class Phases(PhaseState):
     """What a batch goes through."""
 
     def prepare(
-        self, data: Any, lengths: Lengths, size: int | None, *, is_open: bool = False
+        self, data: Any, lengths: SharedDimensions, size: int | None, *, is_open: bool = False
     ) -> bool:
         """Get ready for data, or types of data: trace a micro-batch, once for each structure.
 
@@ -58,7 +58,7 @@ class Phases(PhaseState):
                 runs.prepare(types, size)
             self._passes.prepare(types, size)
             self.needs_counts |= self._must_count(
-                data, is_whole=lengths is Lengths.SAME, is_built=is_built
+                data, is_whole=lengths is SharedDimensions.SAME, is_built=is_built
             )
             self._needed_counts = self.needs_counts
             if self.needs_counts:
@@ -73,7 +73,7 @@ class Phases(PhaseState):
     def trace_again(self) -> None:
         """Trace micro-batches once more, as the plan of the loss has changed."""
         self._passes.trace_again(self._types, self._known_size)
-        is_whole = self.microbatch.lengths is Lengths.SAME
+        is_whole = self.microbatch.lengths is SharedDimensions.SAME
         if self._draws_in_blocks and not is_whole:
             self.needs_counts = True
             self._counts.prepare(self._types, self._known_size)

@@ -11,10 +11,10 @@ from bigbatch.core.exact import ExactBatchNorm, exact_choice
 from bigbatch.core.size_search import AUTO
 from bigbatch.core.sparse_gradients import CHOICES as SPARSE_CHOICES
 from bigbatch.core.sparse_gradients import SparseGradients
-from bigbatch.core.window import UNBOUNDED, AccumulationSteps, window_length
+from bigbatch.core.window import AccumulationSteps, window_length
 from bigbatch.engine.auto_size import AutoSlices
 from bigbatch.engine.batch_norm import MODES
-from bigbatch.engine.feeds import Batches, Slices
+from bigbatch.engine.feeds import WHOLE_BATCH, Batches, Slices
 from bigbatch.engine.planning import COUPLED
 from bigbatch.engine.self_check import MODES as CHECKS
 from bigbatch.engine.trainer import Trainer
@@ -82,14 +82,14 @@ class Setting:
         if size == AUTO:
             return self._trainer(model, AutoSlices(say), say, self._workers(model))
         if self.accumulation_steps == 1:
-            size = UNBOUNDED  # one batch per update is that batch in one micro-batch
+            size = WHOLE_BATCH  # one batch per update is that batch in one micro-batch
         if isinstance(size, int):
             return self._trainer(model, Slices(size), say)
         return self._trainer(model, Batches(self.accumulation_steps), say)
 
     def trainer_of_slices(self, model: Any) -> Trainer:
         """Return what trains a compiled model on whole batches, whatever the mode is."""
-        return self._trainer(model, Slices(UNBOUNDED), lambda _: None, check="off")
+        return self._trainer(model, Slices(WHOLE_BATCH), lambda _: None, check="off")
 
     def _trainer(
         self,

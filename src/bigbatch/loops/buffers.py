@@ -14,7 +14,7 @@ from bigbatch.backends.tensorflow.variables import (
     local_variable,
     subtract_from,
 )
-from bigbatch.core.window import UNBOUNDED
+from bigbatch.core.window import UNTIL_FLUSH
 from bigbatch.errors import ContextError, explain
 
 
@@ -59,7 +59,7 @@ class GradientBuffer:
         self,
         gradient: Any,
         weight: Any = None,
-        window_length: Any = UNBOUNDED,
+        window_length: Any = UNTIL_FLUSH,
         *,
         is_repeated: bool = False,
     ) -> Any:
@@ -149,7 +149,7 @@ class GradientBuffer:
     def put(self, value: Any) -> None:
         """Make `value` this replica's sum; the buffer has no rows."""
         if isinstance(value, tf.IndexedSlices):
-            self._append(value.values, tf.cast(value.indices, tf.int64), UNBOUNDED)
+            self._append(value.values, tf.cast(value.indices, tf.int64), UNTIL_FLUSH)
         elif value is not None:
             self._has_sum = True
             self._sum.assign(value)
@@ -194,7 +194,7 @@ class GradientBuffer:
         """XLA cannot change the shape of a variable: make room while tracing."""
         with tf.init_scope():
             length = int(window_length.read_value())
-            if rows is None or length == UNBOUNDED:
+            if rows is None or length == UNTIL_FLUSH:
                 raise ContextError(
                     explain(
                         received="sparse gradients inside jit_compile=True, with "

@@ -26,7 +26,7 @@ def coupled_value_and_gradients(
 ) -> tuple[Any, Any]:
     """Return loss and gradients, exact for any loss; see `value_and_gradients`."""
     passes = TwoPasses(batch, microbatch_size, may_be_empty=replicas.inside_one_of_many())
-    share, structure = passes.share, None
+    share, structure = passes.replica_rows, None
 
     def outputs_of(*micro_batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
         nonlocal structure

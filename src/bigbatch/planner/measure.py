@@ -21,7 +21,7 @@ from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of
 from bigbatch.core.report import progress
 from bigbatch.core.size_search import peak_of
 from bigbatch.engine.hooks import setting_of
-from bigbatch.engine.loss_terms import Lengths
+from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.trial import all_variables_of, memory_of, unchanged
 from bigbatch.errors import ArgumentError, ContextError, explain
 from bigbatch.planner.plan import Measurement, Parts, Plan
@@ -119,7 +119,7 @@ class _Trials:
         self._share = -(-batch_size // self._replicas)
         backend.build_under_strategy(model, None, data)
         self._trainer = setting_of(model).trainer_of_slices(model)
-        self._trainer.phases.prepare(data, Lengths.SAME, None)
+        self._trainer.phases.prepare(data, SharedDimensions.SAME, None)
         self._sample = backend.sample(model, data, _ROWS)
         self._bytes_per_sample = self._bytes(self._sample.repeated(1))
         self._memory = memory_of(model)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from bigbatch.backends.tensorflow.plain_optimizers import (
     PlainOptimizer,
-    Same,
+    SameObject,
     refuse_unknown,
     settings_of,
 )
@@ -77,7 +77,7 @@ class LegacyKeras2Optimizer(Keras2Optimizer):
     def settings(self) -> tuple[Any, ...]:
         """Return what is read while an update is traced."""
         hyper = sorted(self._inner._hyper.items())
-        return (*super().settings(), *((name, Same(value)) for name, value in hyper))
+        return (*super().settings(), *((name, SameObject(value)) for name, value in hyper))
 
     def _create_state(self) -> None:
         self._inner._create_all_weights(self._variables)

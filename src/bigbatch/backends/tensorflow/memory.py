@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from typing import Any, Callable, Iterable
@@ -52,6 +53,8 @@ class Memory:
             self._current(self._devices[0])
         except ValueError:
             self.is_hard = False
+        if self.is_hard and self._devices == ["CPU:0"]:
+            self.is_hard = _counts_small_tensors()
         self.limit = self._limit()
         """The bytes there are on each device, or `None` if that is not known."""
 
@@ -124,6 +127,23 @@ class Memory:
             return None if available is None else min(available, _MOST_OF_A_CPU)
         limits = memory_limits()
         return min((limits[name] for name in self._devices if name in limits), default=None)
+
+
+@functools.lru_cache(None)
+def _counts_small_tensors() -> bool:
+    """Say whether the CPU's allocator counts every byte.
+
+    oneDNN's, which most builds have, counts tensors from 256 KiB on and has no limit. It is
+    tried three times, because other threads allocate, too.
+    """
+    info, found = tf.config.experimental.get_memory_info, []
+    for _ in range(3):
+        with tf.init_scope(), tf.device("CPU:0"):
+            before = info("CPU:0")["current"]
+            small = tf.raw_ops.Empty(shape=[1000], dtype=tf.uint8)
+            found.append(info("CPU:0")["current"] > before)
+            del small
+    return sum(found) > 1
 
 
 def _wanted(message: str) -> int | None:

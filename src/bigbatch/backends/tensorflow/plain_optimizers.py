@@ -48,18 +48,18 @@ def settings_of(owner: Any, *objects: str) -> list[Any]:
         if value is None or isinstance(value, (bool, int, float, str)):
             found.append((name, value))
         elif name in objects:
-            found.append((name, Same(value)))
+            found.append((name, SameObject(value)))
     return found
 
 
-class Same:
+class SameObject:
     """Equal to another if both hold the very same object, which lives as long as this."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, SameObject) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

@@ -79,7 +79,7 @@ class TwoPasses:
         kept: Iterable[Any] = (),
     ) -> None:
         self.batch = Batch(nest, may_be_empty=may_be_empty)
-        self.share = Share(self.batch.count)
+        self.replica_rows = ReplicaRows(self.batch.count)
         self._size = microbatch_size
         self._options = {"jit_compile": jit_compile, "kept": list(kept)}
         self._changed: list[Any] = []
@@ -104,7 +104,7 @@ class TwoPasses:
             begin: called when the second pass has been traced, before it runs.
         """
         dtypes: list[Any] = []
-        whole = tf.cast(self.share.total, WEIGHT_DTYPE)
+        whole = tf.cast(self.replica_rows.total, WEIGHT_DTYPE)
 
         def first(*micro_batch: Any) -> Any:
             outputs, means, sums = forward(*micro_batch)
@@ -117,13 +117,13 @@ class TwoPasses:
             )
 
         parts, sums, self.sums = self._first(first)
-        outputs = self.share.whole(
+        outputs = self.replica_rows.whole(
             [
                 None if part is None else _joined_rows(part, dtype, self.batch.count)
                 for part, dtype in zip(parts, dtypes)
             ]
         )
-        if sums and self.share.replicas > 1:
+        if sums and self.replica_rows.replicas > 1:
             sums = replicas.sum_from_inside(sums)
         result = loss(outputs, [times(value, 1 / whole) for value in sums])
 
@@ -137,7 +137,9 @@ class TwoPasses:
             )
             return keep(gradients)
 
-        return result, self._second(second, list(map(self.share.own, result.of_rows)), begin)
+        return result, self._second(
+            second, list(map(self.replica_rows.own, result.of_rows)), begin
+        )
 
     def with_those_in_loss(self, result: LossOfBatch, gradients: Any) -> Any:
         """Return the gradients of a batch, given those by way of outputs, on this replica."""
@@ -145,7 +147,7 @@ class TwoPasses:
         def both(variable: Any, through_outputs: Any, in_loss: Any) -> Any:
             through_outputs = as_gradient_of(variable, through_outputs)
             # The same on every replica: each has a part of it.
-            part = as_gradient_of(variable, in_loss, 1 / self.share.replicas)
+            part = as_gradient_of(variable, in_loss, 1 / self.replica_rows.replicas)
             return added(through_outputs, part)
 
         return tf.nest.map_structure(both, result.variables, gradients, result.in_loss)
@@ -221,7 +223,7 @@ def _check_random(graph: Any) -> None:
             )
 
 
-class Share:
+class ReplicaRows:
     """The rows of a batch on all replicas, and those of this one.
 
     Args:

@@ -31,7 +31,7 @@ class LossOfBatch(NamedTuple):
     """The gradients of the means that `forward` returned."""
 
 
-class Whole:
+class Batch:
     """A batch as it is."""
 
     def __init__(self, nest: Any) -> None:
@@ -44,7 +44,7 @@ class Whole:
         return pack(self._nest, leaves)
 
 
-class Share:
+class ReplicaRows:
     """The rows of one replica, which is the only one."""
 
     replicas = 1
@@ -74,8 +74,8 @@ class TwoPasses:
 
     def __init__(self, nest: Any, size: int, state: Callable[[], list[Any]], same: Any) -> None:
         self._nest, self._size, self._state, self._same = nest, size, state, same
-        self.batch = Whole(nest)
-        self.share = Share(self.batch.count)
+        self.batch = Batch(nest)
+        self.replica_rows = ReplicaRows(self.batch.count)
         self.sums: Any = None
         """The sum over micro-batches of what adds up, after the first pass."""
 
