@@ -35,7 +35,7 @@ COLOURS = {
 
 def speed(means: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the time per update of each candidate, relative to the limit."""
-    shown = (SPLIT, WINDOW, BATCHES, ACCUMULATOR, KERAS, BY_HAND)
+    shown = (FULL_BATCH, SPLIT, WINDOW, BATCHES, ACCUMULATOR, KERAS, BY_HAND)
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
     wide = 0.8 / len(shown)
     for index, name in enumerate(shown):
@@ -49,7 +49,7 @@ def speed(means: dict[str, dict[str, float]], path: Path) -> None:
     axes.set_xticks(range(len(means)), means, rotation=30, ha="right")
     axes.set_ylabel("time per update / limit")
     axes.set_title("Eight micro-batches per update: time relative to the passes alone")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
     axes.grid(axis="y", alpha=0.3)
     _save(figure, path)
 

@@ -1,7 +1,8 @@
-"""For the site: pictures of benchmarks are files of pages; decisions are not searched."""
+"""For the site: pictures of benchmarks, what is searched, and tables of contents."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +23,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("decisions/0"):
         page.meta["search"] = {"exclude": True}
     return markdown
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Leave headings of tables that are read from other files out of the table of contents."""
+    if page.file.src_uri == "benchmarks.md":
+        (top,) = page.toc.items
+        wanted = re.findall(r"^## (.*)$", page.markdown, re.M)
+        top.children = [one for one in top.children if one.title in wanted]
+    return html

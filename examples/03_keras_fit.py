@@ -1,7 +1,7 @@
 """One line in a Keras script: batches of 256 with 32 samples in memory at a time.
 
-`fit`, callbacks, the optimizer and saving stay as they were; the loss and the weights are those
-of the full batch.
+`fit`, callbacks, the optimizer and saving work unchanged; the loss and the weights equal the
+full batch.
 """
 
 import keras

@@ -1,8 +1,8 @@
-"""A variational autoencoder with its own `train_step`: it runs as it is, on each micro-batch.
+"""A variational autoencoder with a custom `train_step`, which runs on each micro-batch.
 
-What it hands to its optimizer is collected, and one update is made per batch. A loss of its own
-is taken to be a mean over samples. The code is drawn at random; every sample gets the numbers
-that it gets in the full batch, so the losses are the same.
+The gradients for its optimizer are collected, and each batch makes one update. Whether its loss
+is a mean or a sum over samples is found by trying. The code is drawn at random; every sample
+gets the numbers that it gets in the full batch, so the losses are the same.
 """
 
 import keras

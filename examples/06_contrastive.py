@@ -2,7 +2,7 @@
 
 SimCLR on digits: two views of each image should be close to each other and far from the other
 images *of the batch*. A micro-batch by itself has few other images, so that plain accumulation
-learns something else than the full batch. With `coupled=True` it learns the same.
+learns something different from the full batch. With `coupled=True` it learns the same.
 """
 
 import warnings

@@ -1,8 +1,8 @@
 """A small transformer that predicts the next letter, with lines of different length.
 
-Padding is masked: a mean over the valid letters of a micro-batch is not what the batch has,
-as every micro-batch has another number of them. Keras' own accumulation takes the mean of
-those means, and learns something else. bigbatch gives the full batch's update.
+Padding is masked: the mean over the valid letters of a micro-batch is not that of the batch,
+because every micro-batch has another number of them. Keras' own accumulation takes the mean of
+those means and makes other updates. bigbatch makes the update of the full batch.
 """
 
 import keras

@@ -42,7 +42,7 @@ def said(capsys, setting, x=X, y=Y, model_layers=(), **fit):
         (
             {"microbatch_size": 7},
             30,
-            "batch 30 in 7 samples × 5 micro-batches, 4 updates per epoch, "
+            "batch 30 = 5 micro-batches of up to 7 samples, 4 updates per epoch, "
             "the last of 10 samples",
         ),
         (

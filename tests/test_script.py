@@ -77,7 +77,9 @@ def test_a_script_runs_as_it_is(tmp_path):
         assert f"__main__ {tmp_path / 'train.py'} 2 6" in result.stdout
     for result in (split, window):
         assert weights_of(result) == pytest.approx(weights_of(plain), abs=5e-6)
-    assert split.stdout.count("bigbatch: batch 30 in 8 samples") == 1  # silent if asked
+    assert (
+        split.stdout.count("bigbatch: batch 30 = 4 micro-batches of up to 8 samples") == 1
+    )  # silent if asked
     assert "bigbatch: " not in plain.stdout
 
 
@@ -132,10 +134,10 @@ def exit_code(*arguments):
         (["--microbatch-size", "8"], "nowhere.py"),
         ([], "--microbatch-size"),
         (["--microbatch-size", "8", "--accumulation-steps", "2"], "not allowed with"),
-        (["--microbatch-size", "eight"], "'eight' is no positive integer"),
-        (["--microbatch-size", "0"], "'0' is no positive integer"),
-        (["--accumulation-steps", "-3"], "'-3' is no positive integer"),
-        (["--accumulation-steps", "auto"], "'auto' is no positive integer"),
+        (["--microbatch-size", "eight"], "'eight' is not a positive integer"),
+        (["--microbatch-size", "0"], "'0' is not a positive integer"),
+        (["--accumulation-steps", "-3"], "'-3' is not a positive integer"),
+        (["--accumulation-steps", "auto"], "'auto' is not a positive integer"),
         (["--microbatch-size", "8", "--batch-norm", "synced"], "'synced'"),
         (["--microbatch-size", "8", "-m", "package.module"], "not allowed with"),
     ],

@@ -235,7 +235,7 @@ def _number(text: str) -> int:
     try:
         return positive_integer(int(text), "N")
     except ValueError as error:  # an `ArgumentError` is one
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer") from error
 
 
 def _add_factory(parser: argparse.ArgumentParser) -> None:

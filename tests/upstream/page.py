@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from upstream.outcomes import PLAIN, Difference, Row
-from upstream.permitted import BY_DESIGN
 
 INTRODUCTION = """\
 # Other people's tests
@@ -77,8 +76,6 @@ def _differences(differences: list[Difference]) -> list[str]:
         if permitted is None:
             lines.append("**Not permitted:**")
         else:
-            until = permitted.until
-            ends = "By design." if until == BY_DESIGN else f"Ends with issue {until}."
-            lines.append(f"**{permitted.reason}** {ends}")
+            lines.append(f"**{permitted.reason}** {permitted.until}")
         lines += ["", *(f"- {one.mode}: `{one.name}`" for one in found), ""]
     return lines[:-1]

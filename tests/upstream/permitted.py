@@ -15,7 +15,7 @@ class Permitted:
     modes: tuple[str, ...]
     reason: str
     until: str
-    """The issue that removes the difference, or "by design"."""
+    """A sentence: when there is no such difference, or that it is meant."""
 
     def covers(self, name: str, mode: str) -> bool:
         """Say whether this is about a test or program in a mode."""
@@ -30,25 +30,26 @@ def permission(name: str, mode: str, among: tuple[Permitted, ...]) -> Permitted 
 
 
 BOTH = ("split", "window")
-BY_DESIGN = "by design"
+BY_DESIGN = "By design."
+AT_THAT_COMMIT = "At the commit of the table."
 PERMITTED: tuple[Permitted, ...] = (
     Permitted(
         "trainers/*test_fit_sparse_*",
         BOTH,
         "Sparse inputs (`tf.SparseTensor`) are refused.",
-        "28",
+        AT_THAT_COMMIT,
     ),
     Permitted(
         "layers/*_test.py::*_sparse",
         BOTH,
         "Sparse inputs (`tf.SparseTensor`) are refused.",
-        "28",
+        AT_THAT_COMMIT,
     ),
     Permitted(
         "layers/*test_mel_spectrogram_basics",
         BOTH,
         "Inputs and targets of the test have different numbers of samples.",
-        "28",
+        AT_THAT_COMMIT,
     ),
     Permitted(
         "trainers/*steps_per_e*",
@@ -74,7 +75,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(
         "trainers/*test_max_epochs_and_steps",
         ("window",),
-        "The test counts batches, of which window mode has more.",
+        "The test counts batches, and window mode has more of them.",
         BY_DESIGN,
     ),
     Permitted(
@@ -87,12 +88,12 @@ PERMITTED: tuple[Permitted, ...] = (
         "keras_hub.resnet",
         BOTH,
         "BatchNormalization normalises with the statistics of micro-batches.",
-        "29",
+        'By default; `batch_norm="exact"` takes the statistics of the batch.',
     ),
     Permitted(
         "keras_hub.clip_logits",
         BOTH,
         "The model compares the samples of a batch in its forward pass.",
-        "27 (the check names it), 29 (`cross_microbatch_gather`)",
+        "The check of `fit` names the layer.",
     ),
 )

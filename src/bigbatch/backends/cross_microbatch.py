@@ -1,4 +1,4 @@
-"""For layers of your own that couple the samples of a batch: sums over micro-batches."""
+"""Sums over micro-batches, for custom layers that couple the samples of a batch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def cross_microbatch_sum(x: Any) -> Any:
 def cross_microbatch_gather(x: Any) -> Any:
     """Return the rows of a tensor of all micro-batches of a batch, in the order of the batch.
 
-    Like `cross_microbatch_sum`, and with the same gradient law. What it returns has a row for
-    every sample of the batch, in the memory of the device: meant for few numbers per sample,
-    such as logits or embeddings.
+    Like `cross_microbatch_sum`, with the same rule for gradients. The result has a row for
+    every sample of the batch and is in the memory of the device: use it for few numbers per
+    sample, such as logits or embeddings.
 
     Args:
         x: a tensor with one row per sample.

@@ -173,7 +173,7 @@ class Keras3(KerasBackend):
         return contextlib.nullcontext()
 
     def elements(self, loss: Any, y_true: Any, y_pred: Any) -> tuple[Any, list[Any]] | None:
-        """Return the elements that a loss reduces, and the masks of which it knows.
+        """Return the elements that a loss reduces, and the masks it knows.
 
         `None` if it does not leave the reduction to Keras.
         """

@@ -40,7 +40,7 @@ def scale_learning_rate(
     Returns:
         The same kind of thing. A schedule of Keras stays one, of the same class, so that a
         saved model loads where bigbatch is not installed. Only rates change: it still counts
-        updates, of which an epoch now has more or fewer.
+        updates, and an epoch now has more or fewer of them.
 
     Example:
         >>> scale_learning_rate(0.1, batch_size=1024, reference_batch_size=256)

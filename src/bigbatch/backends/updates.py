@@ -68,7 +68,7 @@ class SeveralUpdates:
         return None
 
     def discarding(self, model: Any, updates: Iterable[Any]) -> Block[Any]:
-        """Return a block of which a graph keeps nothing; run eagerly, it changes no weights.
+        """Return a block that leaves nothing in a graph; run eagerly, it changes no weights.
 
         Args:
             model: the model.

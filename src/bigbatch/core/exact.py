@@ -1,4 +1,4 @@
-"""What exact batch normalisation stores between its stages, and where."""
+"""The choices of exact batch normalisation: what is stored between stages, and where."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ExactBatchNorm:
 
 
 def exact_choice(batch_norm: Any) -> ExactBatchNorm | None:
-    """Return what `batch_norm` says about exact batch normalisation; `None` if it is not."""
+    """Return the choices for exact batch normalisation; `None` if another way was chosen."""
     if batch_norm == EXACT:
         return ExactBatchNorm()
     return batch_norm if isinstance(batch_norm, ExactBatchNorm) else None

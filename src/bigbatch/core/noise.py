@@ -46,17 +46,17 @@ def noise_and_signal(mean_square: Any, square_of_mean: Any, batch: Any, count: A
 
 
 def moments(noise: Any, signal: Any, batch: Any) -> List[Any]:
-    """Return what is averaged over updates, of which an estimate can be made."""
+    """Return the numbers whose averages over updates make an estimate."""
     return [1.0, noise, signal, noise * noise, signal * signal, noise * signal, batch]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is known of the gradient noise scale, from averages over updates.
+    """The gradient noise scale as far as it is known, from averages over updates.
 
     Args:
         average: the decaying sums of `moments`.
-        updates: how many updates were looked at.
+        updates: the number of updates measured.
     """
 
     average: Sequence[float] = (0.0,) * MOMENTS
@@ -65,9 +65,9 @@ class Estimate:
     def with_update(
         self, mean_square: float, square_of_mean: float, batch: float, count: float
     ) -> Estimate:
-        """Return what is known after one more update; see `noise_and_signal`.
+        """Return the estimate after one more update; see `noise_and_signal`.
 
-        One of a single micro-batch says nothing, nor does one that is not finite.
+        An update of one micro-batch says nothing; one that is not finite is left out.
         """
         if count < 2:
             return self
@@ -94,7 +94,7 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Between what the critical batch size is, with 95 % confidence (Fieller 1954).
+        """The 95 % confidence interval of the critical batch size (Fieller 1954).
 
         `None` as long as the signal is not significantly above zero: then there is no bound.
         """

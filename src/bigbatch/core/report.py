@@ -50,7 +50,8 @@ class Report:
                 drawn.add_row(*map(Text, row), style=style)
             parts += [Text(""), drawn]
         if self.notes:
-            parts += [Text(""), *(_note(note) for note in self.notes)]
+            notes = map(_item, self.notes) if len(self.notes) > 1 else map(Text, self.notes)
+            parts += [Text(""), *notes]
         return Group(*parts)
 
     def text(self) -> str:
@@ -69,6 +70,8 @@ class Report:
             for index, row in enumerate(table.rows):
                 parts.append(_row("td", row, is_bold=index == table.marked))
             parts.append("</tbody></table>")
+        if len(self.notes) == 1:
+            return "".join([*parts, f"<p>{html.escape(self.notes[0])}</p>"])
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
         return "".join([*parts, f"<ul>{notes}</ul>"])
 
@@ -94,8 +97,8 @@ def wrapped(text: str) -> str:
     )
 
 
-def _note(text: str) -> Any:
-    """Return a sentence for a terminal, with a hanging indent."""
+def _item(text: str) -> Any:
+    """Return a sentence of a list for a terminal, with a hanging indent."""
     from rich.table import Table as RichTable
     from rich.text import Text
 

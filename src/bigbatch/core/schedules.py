@@ -25,7 +25,7 @@ def piecewise(steps: Mapping[int, int]) -> Piecewise:
     """Return a schedule for `accumulation_steps` that changes after given numbers of updates.
 
     Args:
-        steps: the micro-batches per update, by the updates made before; from 0 on.
+        steps: micro-batches per update, by the number of updates made; the first key is 0.
 
     Example:
         >>> schedule = piecewise({0: 1, 1000: 4})
@@ -75,9 +75,9 @@ def grow(to: int, *, every: int, start: int = 1, factor: float = 2) -> Grow:
 
     Args:
         to: the micro-batches per update in the end.
-        every: after how many updates they grow again.
+        every: the number of updates between two steps of growth.
         start: the micro-batches per update at first.
-        factor: how much they grow each time.
+        factor: how many times as many each time.
 
     Example:
         >>> schedule = grow(to=12, every=1000)

@@ -186,7 +186,7 @@ class _Plan:
         self.passes.append(one)
 
     def _collect(self, one: Pass, roots: list[str], available: set[str]) -> None:
-        """Find the operations that lead from what is there to `roots`."""
+        """Find the operations that lead from available values to `roots`."""
         stages = self._stages
         found = {operation.name: operation for operation in one.effects}
         seen: set[str] = set()

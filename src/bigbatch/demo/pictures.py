@@ -35,7 +35,7 @@ def norm_differences(weights: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def figures(results: dict[str, Any], weights: dict[str, Any]) -> list[Any]:
-    """Return the picture of each step, or `None`."""
+    """Return the picture of each step."""
     from matplotlib.figure import Figure
 
     def drawn(draw: Callable[..., None], *args: Any) -> Any:
@@ -44,7 +44,7 @@ def figures(results: dict[str, Any], weights: dict[str, Any]) -> list[Any]:
         return drawing
 
     return [
-        None,
+        drawn(_draw_peaks, results),
         drawn(_draw_differences, differences(weights)),
         drawn(_draw_memory, results["small"]),
         drawn(_draw_differences, norm_differences(weights)),
@@ -62,6 +62,19 @@ def together(results: dict[str, Any], weights: dict[str, Any]) -> Any:
     _draw_memory(second, results["small"])
     _draw_noise(third, results["small"])
     return drawing
+
+
+def _draw_peaks(axes: Any, results: dict[str, Any]) -> None:
+    peaks = {"full batch,\nno limit": results["free"], "bigbatch": results["small"]}
+    megabytes = [one["peak"] / 2**20 for one in peaks.values()]
+    bars = axes.barh(list(peaks), megabytes, color=["tab:gray", "tab:green"])
+    axes.bar_label(bars, [f"{value:.1f}" for value in megabytes], padding=4)
+    axes.axvline(LIMIT, color="tab:red", label=f"the device: {LIMIT} MiB")
+    axes.set_xlim(0, 1.3 * max(megabytes))
+    axes.invert_yaxis()
+    axes.set_title("Memory of the same update")
+    axes.set_xlabel("peak memory [MiB]")
+    axes.legend()
 
 
 def _draw_differences(axes: Any, differences: dict[str, float]) -> None:

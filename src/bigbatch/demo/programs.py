@@ -109,15 +109,17 @@ def _small() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _free() -> tuple[dict[str, Any], dict[str, Any]]:
     """Train without a limit: with the full batch, and as others accumulate."""
+    from bigbatch.engine.trial import memory_of
+
     x, y = _data()
     options = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
     steps = BATCH // MICROBATCH
     full = _model()
+    losses = {"full": full.fit(x, y, batch_size=BATCH, **options).history["loss"][-1]}
+    peak = memory_of(full).peak()
     keras_own = _model(gradient_accumulation_steps=steps)
-    losses = {
-        "full": full.fit(x, y, batch_size=BATCH, **options).history["loss"][-1],
-        "keras": keras_own.fit(x, y, batch_size=MICROBATCH, **options).history["loss"][-1],
-    }
+    history = keras_own.fit(x, y, batch_size=MICROBATCH, **options).history
+    losses["keras"] = history["loss"][-1]
     by_hand, losses["hand"] = _by_hand(x, y, steps)
     weights = {
         **_weights("full", full),
@@ -125,7 +127,7 @@ def _free() -> tuple[dict[str, Any], dict[str, Any]]:
         **_weights("hand", by_hand),
         **_normalised(x, y),
     }
-    return {"samples": len(x), "loss": losses}, weights
+    return {"samples": len(x), "loss": losses, "peak": peak}, weights
 
 
 def _normalised(x: Any, y: Any) -> dict[str, Any]:

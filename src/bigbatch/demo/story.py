@@ -16,7 +16,7 @@ import numpy as np
 
 from bigbatch.core.memory import readable
 from bigbatch.core.report import Report, Table, progress
-from bigbatch.demo.sizes import BATCH, LIMIT, NORM_MICROBATCH
+from bigbatch.demo.sizes import BATCH, EPOCHS, LIMIT, NORM_MICROBATCH
 from bigbatch.errors import ContextError, explain
 
 PROGRAMS = "bigbatch.demo.programs"
@@ -24,7 +24,7 @@ PROGRAMS = "bigbatch.demo.programs"
 _TITLE = "bigbatch: the demo"
 _INTRODUCTION = (
     f"A small network learns handwritten digits with updates of {BATCH} samples, on a device "
-    f"whose memory is too small for so many at once ({LIMIT} MB, which is a real limit of "
+    f"whose memory is too small for so many at once ({LIMIT} MiB, a real limit of "
     "TensorFlow's allocator). bigbatch runs each batch as micro-batches that fit, and makes "
     "one update that equals the full batch."
 )
@@ -144,7 +144,7 @@ def _memory_problem(results: dict[str, Any]) -> Report:
         (f"model.fit(x, y, batch_size={BATCH})", results["full"]["result"]),
         (_LINE, trains),
     ]
-    title = f"1. A batch of {BATCH} does not fit {LIMIT} MB; one line makes it fit"
+    title = f"1. A batch of {BATCH} does not fit {LIMIT} MiB; one line makes it fit"
     return Report(title, [Table(("program", "result"), rows, marked=1)])
 
 
@@ -164,15 +164,21 @@ def _equality(results: dict[str, Any], differences: dict[str, float]) -> Report:
 
 
 def _memory(small: dict[str, Any]) -> Report:
-    rows = [(str(size), readable(peak)) for size, peak in small["peaks"]]
-    chosen = f"{small['microbatch_size']}, chosen, while training"
+    chosen = small["microbatch_size"]
+    labels = {size: (str(size), readable(peak)) for size, peak in small["peaks"]}
+    labels[chosen] = (f"{chosen}, chosen, while training", readable(small["peak"]))
+    sizes = sorted(labels)
     table = Table(
         ("samples per micro-batch", "peak memory"),
-        [*rows, (chosen, readable(small["peak"]))],
-        marked=len(rows),
+        [labels[size] for size in sizes],
+        marked=sizes.index(chosen),
     )
-    note = f"The device has {readable(LIMIT * 2**20)}."
-    return Report("3. The memory of micro-batches", [table], [note])
+    notes = [
+        f"The device has {readable(LIMIT * 2**20)}.",
+        "`plan` measured a few updates of each size. The chosen size shows the highest peak of "
+        f"all {EPOCHS} epochs, in which TensorFlow runs operations in more than one order.",
+    ]
+    return Report("3. The memory of micro-batches", [table], notes)
 
 
 def _batch_norm(differences: dict[str, float]) -> Report:

@@ -42,7 +42,7 @@ class Monitor(Callback):
         self._before = (0, 0, 0)
 
     def set_model(self, model: Any) -> None:
-        """Let the updates of a model be counted."""
+        """Have the updates of a model counted."""
         super().set_model(model)
         self._statistics = None
         if not is_attached(model):
@@ -58,7 +58,7 @@ class Monitor(Callback):
         self._statistics.hidden.update(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count from here."""
+        """Start counting for an epoch."""
         del epoch, logs
         if self._statistics is None:
             return

@@ -14,14 +14,15 @@ from bigbatch.engine.statistics import UpdateStatistics
 class NoiseScale(Callback):
     """Estimates the gradient noise scale from the gradients of micro-batches, while training.
 
-    The critical batch size is about where a batch stops paying: far below it twice the batch
-    makes nearly twice the progress per update, far above it hardly any more (McCandlish et al.
-    2018). Training is the same with and without this callback. Every epoch it logs
+    The critical batch size is where a larger batch stops paying off. Far below it, twice the
+    batch makes nearly twice the progress per update; far above it, hardly any more (McCandlish
+    et al. 2018). Training is the same with and without this callback. Every epoch it logs
     `noise_scale`, the critical batch size in samples; NaN while that is not yet known.
 
     An estimate needs two micro-batches per update and tens to hundreds of updates. It grows
-    as the loss falls, and says nothing about how a model generalises. With dropout the noise
-    of the draws is part of it; with batch normalisation, masks or weights it is approximate.
+    as the loss falls, and says nothing about how a model generalises. With dropout it
+    includes the noise of the draws; with batch normalisation, masks or weights it is
+    approximate.
 
     Example:
         >>> import keras
@@ -44,7 +45,7 @@ class NoiseScale(Callback):
         """What was known at the end of each epoch."""
 
     def set_model(self, model: Any) -> None:
-        """Let the gradients of a model's micro-batches be looked at."""
+        """Have the gradients of a model's micro-batches measured."""
         super().set_model(model)
         statistics = observe(model, what="NoiseScale", with_noise=True)
         if statistics is not self._statistics:

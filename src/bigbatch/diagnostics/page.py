@@ -25,9 +25,13 @@ table { border-collapse: collapse; margin: .5rem 0; width: 100%; }
 th, td { padding: .3rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 @media (min-width: 40rem) { td:not(:first-child) { white-space: nowrap; } }
-@media (max-width: 40rem) { table { font-size: .9rem; } th, td { padding: .3rem .2rem; } }
 pre { background: var(--code); padding: .7rem; border-radius: .4rem; overflow-x: auto;
       white-space: pre; font: .85rem/1.45 ui-monospace, monospace; }
+@media (max-width: 40rem) {
+  table { font-size: .9rem; }
+  th, td { padding: .3rem .2rem; }
+  pre { font-size: .72rem; }
+}
 img { max-width: 100%; height: auto; background: #fff; border-radius: .4rem; }
 """
 
@@ -39,8 +43,8 @@ class Section:
     report: Report
     code: str
     """The program that makes it, to be copied."""
-    figure: Any = None
-    """A Matplotlib figure, or nothing."""
+    figure: Any
+    """A Matplotlib figure."""
 
 
 def page(title: str, introduction: str, sections: Sequence[Section]) -> str:
@@ -65,11 +69,9 @@ def page(title: str, introduction: str, sections: Sequence[Section]) -> str:
 
 def _section(section: Section) -> str:
     code = f"<pre><code>{html.escape(section.code)}</code></pre>"
-    picture = ""
-    if section.figure is not None:
-        stream = io.BytesIO()
-        section.figure.savefig(stream, format="png", dpi=150)
-        data = base64.b64encode(stream.getvalue()).decode()
-        alt = html.escape(section.report.title)
-        picture = f'<div><img alt="{alt}" src="data:image/png;base64,{data}"></div>'
+    stream = io.BytesIO()
+    section.figure.savefig(stream, format="png", dpi=150)
+    data = base64.b64encode(stream.getvalue()).decode()
+    alt = html.escape(section.report.title)
+    picture = f'<div><img alt="{alt}" src="data:image/png;base64,{data}"></div>'
     return f"<section><div>{section.report.html()}{code}</div>{picture}</section>"

@@ -1,4 +1,4 @@
-"""A verification: whether accumulation gives the update of the full batch, and if not, why."""
+"""The result of `verify`: whether updates are equal, and if not, why."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        """Whether this one update is the same, whatever others may be."""
+        """Whether this one update is equal; others may differ."""
         largest = [max(one.gradient, one.weight / 10) for one in self.differences]
         values = (*largest, *self.logs.values())
         return bool(largest) and all(value <= self.tolerance for value in values)
@@ -151,7 +151,7 @@ class Verification:
         return Table(headings, rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for machines; what is not finite is `None`."""
+        """Return everything as plain values; numbers that are not finite are `None`."""
         return _finite({"verdict": self.verdict, **asdict(self)})
 
     def __str__(self) -> str:

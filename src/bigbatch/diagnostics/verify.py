@@ -1,4 +1,4 @@
-"""`verify`: whether accumulation gives the update of the full batch on a user's own model."""
+"""`verify`: compare accumulation with the full batch on a user's model."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _check(model: Any) -> None:
         raise ArgumentError(
             explain(
                 received=f"a model on {replicas} replicas",
-                expected="a model on one device: there the full batch is what it is",
+                expected="a model on one device, which runs the full batch in one piece",
                 fix="build and compile the same model outside strategy.scope()",
             )
         )

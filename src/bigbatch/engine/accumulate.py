@@ -34,7 +34,7 @@ def accumulate(
     check: Literal["warn", "raise", "off"] = "warn",
     sparse_gradients: Literal["rows", "dense"] = "rows",
 ) -> Model:
-    """Let `model.fit` accumulate gradients, with the update of the full batch.
+    """Let `model.fit` accumulate gradients, and make the update of the full batch.
 
     `fit`, callbacks, the optimizer and saving work unchanged. There are two modes:
 
@@ -49,8 +49,8 @@ def accumulate(
 
     Every term of the loss is divided by what it has in the whole batch: samples, valid
     elements under a mask, the sum of the sample weights. What a custom loss, `add_loss` or
-    `compute_loss` divides by is found by trying with samples of the first batch. A custom
-    `train_step` is taken to compute a mean over samples.
+    `compute_loss` divides by is found by trying with samples of the first batch. For a custom
+    `train_step` it is a mean or a sum over samples; that, too, is found by trying.
 
     Can be called before or after `compile`, after `load_model`, and again with another
     setting. `restore` undoes it.
@@ -60,8 +60,8 @@ def accumulate(
             `tf.keras` of TensorFlow 2.10 to 2.15).
         microbatch_size: samples per micro-batch; under a `tf.distribute` strategy, per
             micro-batch and replica. "auto": the largest that fits the device, measured at the
-            first batch; a batch that runs out of memory all the same is rolled back and run
-            again with micro-batches half as large.
+            first batch; a batch that still runs out of memory is rolled back and run again
+            with micro-batches half as large.
         accumulation_steps: batches of the data set per update: a number, or a function from
             the number of updates made to one (a batch-size schedule).
         batch_norm: how BatchNormalization works: "pooled" (it normalises with the statistics

@@ -56,7 +56,8 @@ def warn_of_conflicts(setting: Setting, epoch: Epoch, callbacks: Iterable[Any]) 
     if epoch.batches is not None and steps > epoch.batches:
         _warn(
             f"accumulation_steps={steps} is more than the {epoch.batches} batches of an epoch: "
-            "every update is made of those. Choose fewer, or smaller batches."
+            "each epoch makes one update from all of them. Choose a smaller number, or smaller "
+            "batches."
         )
     for callback in callbacks:
         frequency = getattr(callback, "save_freq", None)
@@ -87,8 +88,7 @@ def _split(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
         share = -(-batch // replicas)
         count, size = -(-share // size), min(size, share)
         exact = count * size * replicas == batch
-        product = _product(size, count, replicas)
-        parts = [f"batch {batch} = {product}" if exact else f"batch {batch} in {product}"]
+        parts = [f"batch {batch} = {_product(size, count, replicas, is_exact=exact)}"]
         if count == 1 and epoch.batches != 1:
             parts[0] += " (nothing is accumulated)"
     if epoch.batches is not None:
@@ -115,8 +115,9 @@ def _window(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
     return parts
 
 
-def _product(size: int, count: int, replicas: int) -> str:
-    text = f"{_plural(size, 'sample')} × {_plural(count, 'micro-batch', 'es')}"
+def _product(size: int, count: int, replicas: int, *, is_exact: bool = True) -> str:
+    samples, microbatches = _plural(size, "sample"), _plural(count, "micro-batch", "es")
+    text = f"{samples} × {microbatches}" if is_exact else f"{microbatches} of up to {samples}"
     return text + (f" × {replicas} replicas" if replicas > 1 else "")
 
 

@@ -1,4 +1,4 @@
-"""Batch normalisation under accumulation: four ways, of which pooling is the default."""
+"""Batch normalisation under accumulation: three of the four ways; pooling is the default."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from bigbatch.core.sparse_gradients import DENSE
 
 LOSS = "the loss"
 _SHOWN = 3
-"""How many causes are told."""
+"""How many causes a warning names."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Cause:
     where: str
     """The layer, loss, variable or logged value, by name."""
     what: str
-    """What it does."""
+    """What it does, in words."""
     size: float | None
     """The relative difference, if it is known."""
     fix: str
     subject: str = ""
-    """`LOSS`, or the logged value it is about, of which something may have been said."""
+    """`LOSS`, or the logged value it is about: users may have been told about it."""
 
     def __str__(self) -> str:
         size = "" if self.size is None else f" (difference {self.size:.0e})"
@@ -40,7 +40,7 @@ def text_of(causes: list[Cause]) -> str:
     """Return the text of a warning."""
     lines = "\n".join(f"- {cause}" for cause in causes[:_SHOWN])
     is_tried = any(cause.size is not None for cause in causes)
-    tried = " Samples of the first batch, cut into micro-batches, gave something else than in"
+    tried = " Samples of the first batch, cut into micro-batches, gave other numbers than in"
     how = f".{tried} one part:" if is_tried else ":"
     return f"training will differ from the full batch{how}\n{lines}"
 
@@ -100,7 +100,7 @@ def of_summed_rows(model: Any, phases: Any) -> list[Cause]:
         Cause(
             where,
             'sparse_gradients="dense" sums rows that are looked up several times, and '
-            f"{optimizer} treats them otherwise than their sum",
+            f"{optimizer} treats them differently from their sum",
             None,
             'leave sparse_gradients="dense" out, or use SGD; nothing is wrong if the update of '
             "a dense gradient will do",
@@ -197,7 +197,7 @@ def _assigned(model: Any, layer: Any, size: float) -> Cause:
 def _adding(layer: Any, size: float) -> Cause:
     return Cause(
         f"layer {layer.name!r} ({type(layer).__name__})",
-        "its add_loss() is no mean over samples",
+        "its add_loss() is not a mean over samples",
         size,
         "divide what add_loss is given by the number of samples",
     )
@@ -218,12 +218,12 @@ def _of_log(model: Any, item: Item, size: float) -> Cause:
             f"metric {item.name!r}",
             "its result for the whole batch cannot be computed from results of micro-batches",
             size,
-            "read it from evaluate(); the weights are not concerned",
+            "read it from evaluate(); the weights are right",
             item.name,
         )
     return Cause(
         f"{item.kind} {item.name!r}",
-        "train_step returns it, and it is no mean over samples",
+        "train_step returns it, and it is not a mean over samples",
         size,
         "update a metric of the model with one value per sample and return its result()",
     )

@@ -19,7 +19,7 @@ _LARGEST_SIZE = 2**31 - 1
 
 
 class WholeBatches:
-    """A feed of which every call of `train` makes whole updates."""
+    """A feed for which every call of `train` makes whole updates."""
 
     batches_per_epoch: int | None = None
     """After how many batches an epoch ends, if that is certain."""

@@ -1,4 +1,4 @@
-"""The loss of the whole batch, of which only a micro-batch is in memory: two passes.
+"""The loss of the whole batch, with one micro-batch in memory at a time: two passes.
 
 The first pass calls the model on each micro-batch and keeps its outputs. Then the model's
 `train_step` runs once on the whole batch, with those outputs in place of a call: loss and

@@ -253,7 +253,7 @@ def observe(model: Any, *, what: str, with_noise: bool) -> UpdateStatistics:
             explain(
                 received=f"{what} for a model with coupled=True",
                 expected="micro-batches that each have a loss of their own",
-                fix=f"leave {what} out: of a coupled loss no part has a gradient by itself",
+                fix=f"leave {what} out: no part of a coupled loss has a gradient by itself",
             )
         )
     if hooks.is_training:

@@ -50,7 +50,7 @@ def denominator(
 ) -> Any:
     """Return what `loss` divides the sum over these samples by, or one of the names above.
 
-    This is the arithmetic of `keras.losses.Loss`, of which only the quotient is public; unless
+    This is the arithmetic of `keras.losses.Loss`, whose quotient alone is public; unless
     `kind`, found by trying, says that the loss itself makes one number of its samples.
     """
     ops = backend.ops

@@ -321,7 +321,7 @@ class MicroBatch:
 
 
 class _Updates:
-    """The updates that `train_step` asks for, of which a pass captures some.
+    """The updates that `train_step` asks for; a pass captures some of them.
 
     Args:
         microbatch: the micro-batch that runs.

@@ -85,7 +85,7 @@ class Planning:
             return
         try:
             sample = backend.sample(model, data, min(ROWS, max(ENOUGH, rows)))
-        except Exception:  # data of which no samples can be taken is trained on all the same
+        except Exception:  # data without single samples trains all the same
             self.conclude()
             return
         self._seen.append(sample)

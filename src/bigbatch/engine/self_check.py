@@ -57,7 +57,7 @@ class SelfCheck:
         phases: what runs its micro-batches.
         mode: "warn", "raise" or "off", as for `accumulate`.
         say: called with what users may want to know.
-        told: returns the loss or metrics of which users know already.
+        told: returns the loss or metrics that users have been told about.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SelfCheck:
     def _tried(self, samples: Any, count: int, *, is_split: bool) -> tuple[list[Cause], bool]:
         """Return why samples differ when cut; or whether the plan has changed, as it was wrong.
 
-        A custom `train_step` may compute sums, of which nothing can be known before.
+        A custom `train_step` may compute sums, which nothing shows before.
         """
         trial = Trial(self._model, self._phases, samples, count, is_split=is_split)
         with self._undone(trial):

@@ -1,4 +1,4 @@
-"""`GradientAccumulator`: accumulation for loops that people write themselves."""
+"""`GradientAccumulator`: gradient accumulation for custom training loops."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             such as a table of positions, looked up by numbers that do not come from the data.
             Such rows are summed; rows that samples have looked up are listed, one for each, as
             the full batch has them. Inside a `tf.function` whose arguments have a batch size of
-            `None` the graph tells, and this is not needed. Eagerly nothing tells: equal rows
-            prove nothing, as micro-batches may hold the same tokens.
+            `None` the graph shows it, and this is not needed. Eagerly nothing shows it: equal
+            rows prove nothing, as micro-batches may hold the same tokens.
 
     Example:
         >>> import tensorflow as tf

@@ -69,7 +69,7 @@ class GradientBuffer:
         that are repeated in every micro-batch are added to those of the first.
 
         Returns:
-            In a graph, what is there when it is done.
+            In a graph, its value when this is done.
         """
         rows = isinstance(gradient, tf.IndexedSlices)
         value = tf.cast(gradient.values if rows else gradient, self.dtype)

@@ -45,7 +45,7 @@ def value_and_gradients(
     communicates, and TensorFlow cannot do so from there.
 
     A loss that compares samples (contrastive, in-batch negatives) is not a sum over
-    micro-batches. With `coupled=True` it is exact all the same: `forward(*micro_batch)`
+    micro-batches. With `coupled=True` the gradients are still exact: `forward(*micro_batch)`
     gives the outputs of each micro-batch, `loss_fn(outputs, *batch)` is called once with the
     outputs of the whole batch, and a second pass over the micro-batches takes the gradients
     back. It costs one more forward pass, and is exact if `forward` does not mix samples.
@@ -58,12 +58,12 @@ def value_and_gradients(
             object divides by the number of replicas inside `strategy.run`: multiply by it. If
             it is a `tf.function(jit_compile=True)`, a micro-batch's gradients are compiled with
             it.
-        variables: what to differentiate by; any nest of variables.
+        variables: the variables to differentiate by, in any nest.
         batch: tensors with one common first dimension, in any nest. A tuple or list is
             passed as arguments, anything else as one argument.
         microbatch_size: samples per micro-batch; the last one may be smaller. "auto": the
             largest that fits the device, chosen at the first call with `loss_fn` and
-            `variables`, and halved if a call runs out of memory all the same; it can be read
+            `variables`, and halved if a call still runs out of memory; it can be read
             by `bigbatch.microbatch_size(loss_fn)`. Called eagerly; `loss_fn` is compiled into
             a `tf.function`.
         coupled: whether the loss compares samples; needs `forward`, and `loss_fn`
@@ -71,7 +71,7 @@ def value_and_gradients(
         forward: the part of the computation before the loss, if `coupled`. Returns tensors
             with one row per sample, in any nest. What it draws by a Keras `SeedGenerator` or a
             `tf.random.Generator` is the same in both passes; state it changes changes once.
-        sparse_gradients: what is returned where `tape.gradient` gives `IndexedSlices`. "rows":
+        sparse_gradients: what stands for the `IndexedSlices` of `tape.gradient`. "rows":
             the rows that the full batch has; their memory grows with the batch. "dense": one
             sum as large as the variable, which Keras' Adam and most others treat in another
             way where rows repeat.

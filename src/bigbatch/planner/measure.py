@@ -59,7 +59,7 @@ def plan(
     Args:
         model: a compiled Keras 3 model (on TensorFlow, JAX or torch).
         x: inputs, as `fit` takes them: arrays or tensors, in any nest; or a `tf.data.Dataset`
-            or `keras.utils.PyDataset` of batches, of which the one with the longest samples is
+            or `keras.utils.PyDataset` of batches. Then the batch with the longest samples is
             planned for.
         y: targets; `None` if `x` has them, or there are none.
         batch_size: the samples of an update, on all replicas.

@@ -22,7 +22,7 @@ from bigbatch.backends.jax.compat import DRAWING_MODULE
 from bigbatch.core.patching import replaced
 
 BY_ROW = ("bernoulli", "normal", "randint", "truncated_normal", "uniform")
-"""Draws of which every element comes from the bits of its number."""
+"""Draws in which every element comes from the bits of its number."""
 
 FIRST, ELSEWHERE = "first", "elsewhere"
 _local = threading.local()  # data is prepared in threads, which draw, too

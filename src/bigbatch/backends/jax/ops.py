@@ -84,7 +84,7 @@ class Rows:
 
 
 def rows(value: Any) -> Rows:
-    """Return what has one row per sample as something of which rows are listed, not added."""
+    """Return a value whose rows, one per sample, are listed and not added."""
     return Rows(value)
 
 
@@ -155,7 +155,7 @@ def divided(value: Any, by: Any) -> Any:
 
 
 def added(one: Any, other: Any) -> Any:
-    """Return the sum of two gradients of one variable, of which one may be missing."""
+    """Return the sum of two gradients of one variable; one may be missing."""
     if one is None or other is None:
         return other if one is None else one
     return one + other

@@ -1,4 +1,4 @@
-"""The loss of the whole batch, of which only a micro-batch is in memory: two passes, as calls.
+"""The loss of the whole batch, with one micro-batch in memory at a time: two passes, as calls.
 
 The first pass calls the model on each micro-batch and keeps its outputs. One program then
 computes the loss of the whole batch, its gradients by the outputs, and those of variables that

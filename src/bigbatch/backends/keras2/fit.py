@@ -105,7 +105,7 @@ class Keras2Fit(KerasBackend):
         if hooks.logs is None:
             return
         hooks.logs.update(logs or {})
-        if model.distribute_strategy.num_replicas_in_sync > 1:  # of which each has told its own
+        if model.distribute_strategy.num_replicas_in_sync > 1:  # each has told its own
             results = {metric.name: metric.result() for metric in model.metrics}
             known = results.keys() & hooks.logs.keys()
             hooks.logs.update((name, results[name]) for name in known)

@@ -232,7 +232,7 @@ class Accumulation:
         self._microbatches.assign_add(tf.cast((count - 1) // each + 1, tf.int64))
 
     def change_once(self, context: Any, data: Any, size: Any = None) -> None:
-        """Run one micro-batch, of which nothing is left but what changes once per batch."""
+        """Run one micro-batch, and keep only what changes once per batch."""
         batch = self._batch(data, is_whole=size is None)
         micro = self._traced(batch, self._known_size)
         count = tf.convert_to_tensor(batch.count)

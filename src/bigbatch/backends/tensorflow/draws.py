@@ -101,7 +101,7 @@ class MicrobatchRows:
     def _blocks(
         self, draw: Callable[..., Any], shape: Any, counter: Any, samples: Any, per_block: int
     ) -> Any:
-        """Return a draw of which each sample has a row in every block."""
+        """Return a draw in which each sample has a row in every block."""
         inner = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
         total, count = tf.cast(self.total, tf.int64), samples * inner
 

@@ -63,7 +63,7 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
             try:
                 with later:
                     model._symbolic_build(data_batch=data)
-            except Exception:  # of which training itself says more, if it fails, too
+            except Exception:  # training itself says more, if it fails, too
                 return False
         parts = (*model._flatten_layers(), model._compile_metrics, model._compile_loss)
         return not is_late or all(part is None or part.built for part in parts)

@@ -94,7 +94,7 @@ def take(value: Any, positions: Sequence[int]) -> Any:
 
 
 def rows(value: Any) -> Any:
-    """Return what has one row per sample as something of which rows are listed, not added."""
+    """Return a value whose rows, one per sample, are listed and not added."""
     return tf.IndexedSlices(value, tf.range(tf.shape(value)[0]))
 
 

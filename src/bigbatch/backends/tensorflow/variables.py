@@ -1,4 +1,4 @@
-"""Variables of which every replica has its own value."""
+"""Variables with a value for each replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ANY_SHAPE: Any = tf.TensorShape(None)  # pyright: ignore[reportArgumentType]
 
 
 def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any:
-    """Return a variable of which every replica has its own value.
+    """Return a variable with a value for each replica.
 
     Args:
         value: the initial value.
@@ -28,7 +28,7 @@ def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any
 
 
 def add_to(variable: Any, value: Any) -> Any:
-    """Add in place; return what is there when it is done."""
+    """Add in place; return the sum when it is done."""
     if value.shape.rank is None or value.shape.rank > 2:
         # TensorFlow's constant folding breaks the gradient of a convolution that goes straight
         # into an assignment ("filter must be 4-dimensional"), but not if it goes in here.

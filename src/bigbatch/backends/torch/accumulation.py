@@ -93,7 +93,7 @@ class SameForAll:
         return replaced(self, _draws=WholeDraws(self._draws.places, count))
 
     def begin(self, start: int = 0) -> None:
-        """Begin a batch, of which only samples from `start` on are there."""
+        """Begin a batch whose samples are there from `start` on."""
         self._started = start
         self._draws.begin()
 
@@ -207,7 +207,7 @@ class Accumulation:
                 self._sums.add(self._compute(context, part))
 
     def change_once(self, context: Any, data: Any, size: int | None = None) -> None:
-        """Run one micro-batch, of which nothing is left but what changes once per batch."""
+        """Run one micro-batch, and keep only what changes once per batch."""
         part = data if size is None else batches.first_rows(data, size)
         others = Copies(self._same.others())
         with torch.no_grad():

@@ -34,7 +34,7 @@ class Operation(NamedTuple):
 
 
 class Memory:
-    """Numbers for the memory of tensors, of which none is used again when memory is freed."""
+    """Numbers for the memory of tensors; none is used again when memory is freed."""
 
     def __init__(self) -> None:
         self._known: dict[int, Any] = {}

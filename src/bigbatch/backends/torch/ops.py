@@ -51,7 +51,7 @@ def take(value: Any, positions: Sequence[int]) -> Any:
 
 
 class Rows:
-    """Tensors with one row per sample, of which rows are listed, not added."""
+    """Tensors whose rows, one per sample, are listed and not added."""
 
     def __init__(self, parts: list[Any]) -> None:
         self.parts = parts
@@ -65,7 +65,7 @@ class Rows:
 
 
 def rows(value: Any) -> Rows:
-    """Return what has one row per sample as something of which rows are listed, not added."""
+    """Return a value whose rows, one per sample, are listed and not added."""
     return Rows([value])
 
 

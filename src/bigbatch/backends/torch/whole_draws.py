@@ -1,4 +1,4 @@
-"""Random draws of a few samples, whole in each micro-batch, of which it takes its rows."""
+"""Random draws of a few samples: each micro-batch draws for all and takes its rows."""
 
 from __future__ import annotations
 
