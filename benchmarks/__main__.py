@@ -18,6 +18,7 @@ SECTIONS = {
     "speed-torch": "time per update on torch",
     "growth": "how time grows with k, the number of variables, their bytes, replicas",
     "memory": "peak allocator bytes, in all and beyond one micro-batch's step",
+    "exact": "what exact batch normalisation takes, by what is stored between stages",
     "tracing": "first calls, number of traces, import",
     "options": "what NoiseScale, coupled=True and microbatch_size='auto' cost",
     "workers": "bytes and reductions per update between two processes, and the cost model",
@@ -58,7 +59,7 @@ def main() -> int:
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     sections = options.sections or list(SECTIONS)
     if options.here or options.smoke:
-        os.environ[COUNTING] = str("memory" in sections).lower()
+        os.environ[COUNTING] = str(bool({"memory", "exact"} & set(sections))).lower()
         from benchmarks.measuring import Settings
 
         settings = Settings(options.rounds)

@@ -109,6 +109,15 @@ def case_of(make_model: Any, **changes: Any) -> Case:
     return Case(make_model, **settings)
 
 
+def dense() -> Any:
+    """Return a small net, for processes that take long to start."""
+    hidden = [layers.Dense(8, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+    return keras.Sequential([keras.Input((5,)), *hidden, layers.Dense(3)])
+
+
+WORKERS = Case(dense, optimizer=lambda: optimizer())
+"""What several workers train."""
+
 CASES = {
     "convolutional": case_of(convolutional),
     "dropout": case_of(lambda: convolutional(0.3)),

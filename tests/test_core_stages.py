@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from bigbatch.core.exact import ExactBatchNorm
+from bigbatch.core.exact import ExactBatchNorm, Storage
 from bigbatch.core.stages import Operation, Stages
 from bigbatch.core.storage import passes
 from bigbatch.errors import ArgumentError
@@ -179,7 +179,20 @@ def test_a_draw_is_stored_and_not_made_again():
 
 @pytest.mark.parametrize(("every", "number"), [("all", 1), (8, 8), ("auto", 7)])
 def test_choices_of_what_is_stored(every, number):
-    assert ExactBatchNorm(every).stages_between_checkpoints(53) == number
+    assert Storage(ExactBatchNorm(every)).choice(53).every == number
+
+
+def test_less_and_less_is_stored_if_that_is_open():
+    storage = Storage(ExactBatchNorm())
+    assert storage.take_all()
+    found = [storage.choice(53)]
+    while storage.take_less():
+        found.append(storage.choice(53))
+    assert found == [(1, True), (7, True), (14, False), (53, False)]
+    fixed = Storage(ExactBatchNorm(8))
+    assert not fixed.take_all()
+    assert not fixed.take_less()
+    assert fixed.choice(53) == (8, False)
 
 
 @pytest.mark.parametrize("wrong", [{"checkpoint_every": 0}, {"checkpoint_every": "some"}])

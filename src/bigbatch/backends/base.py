@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterable
 from bigbatch.backends.defaults import Defaults
 from bigbatch.backends.losses import LossesAndOptimizers
 from bigbatch.backends.updates import SeveralUpdates
-from bigbatch.core.exact import ExactBatchNorm
+from bigbatch.core.exact import Storage
 
 
 class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
@@ -107,7 +107,7 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
         compute: Callable[[Any, Any], Any],
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
-        exact: ExactBatchNorm | None = None,
+        exact: Storage | None = None,
     ) -> Any:
         """Return what runs a function on micro-batches and adds up: see `Accumulation`."""
 

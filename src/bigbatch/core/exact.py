@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from bigbatch.core.arguments import positive_integer
 from bigbatch.errors import ArgumentError, explain
@@ -12,6 +12,8 @@ from bigbatch.errors import ArgumentError, explain
 ALL, AUTO = "all", "auto"
 EXACT = "exact"
 DEVICE, HOST = "device", "host"
+_LEAST = 3
+"""The last of the choices of `Storage`: only the samples are stored."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class ExactBatchNorm:
             needs from the last stored one: the larger the number, the less memory and the more
             time. "auto" is between: for L BatchNormalization layers one after the other, the
             boundaries of every √L-th stage are stored, and the others once more, √L at a time.
+            If memory runs out, less and less is stored; with `microbatch_size="auto"` it
+            begins with all boundaries.
         storage: where the boundaries are stored: on the "device" that computes, or on the
             "host", which is slower, on devices that have memory of their own.
 
@@ -52,23 +56,68 @@ class ExactBatchNorm:
                 )
             )
 
-    @property
-    def refills(self) -> bool:
-        """Whether boundaries between two stored ones are stored again, all at once."""
-        return self.checkpoint_every in (ALL, AUTO)
 
-    def stages_between_checkpoints(self, depth: int) -> int:
-        """Return the number that `checkpoint_every` stands for, given the levels of sums.
+class Stored(NamedTuple):
+    """What is stored between the stages of a micro-batch."""
 
-        Example:
-            >>> ExactBatchNorm().stages_between_checkpoints(53)
-            7
-        """
-        if self.checkpoint_every == ALL:
-            return 1
-        if self.checkpoint_every == AUTO:
-            return max(1, round(math.sqrt(depth)))
-        return int(self.checkpoint_every)
+    every: int
+    """How many stages lie between two whose boundaries are stored until the backward pass."""
+    refills: bool
+    """Whether boundaries between two stored ones are stored again, all at once."""
+
+    def __str__(self) -> str:
+        if self.every == 1:
+            return "all boundaries stored"
+        again = ", the others once more" if self.refills else ""
+        return f"boundaries of every {self.every}th stage stored{again}"
+
+
+class Storage:
+    """What a model stores between its stages: one choice, or less and less of it.
+
+    Args:
+        exact: what was asked for.
+
+    Example:
+        >>> storage = Storage(ExactBatchNorm())
+        >>> print(storage.choice(53))
+        boundaries of every 7th stage stored, the others once more
+        >>> storage.take_less(), print(storage.choice(53))
+        boundaries of every 14th stage stored
+        (True, None)
+    """
+
+    def __init__(self, exact: ExactBatchNorm) -> None:
+        self.is_on_host = exact.storage == HOST
+        """Whether boundaries are in the memory of the host."""
+        self._is_auto = exact.checkpoint_every == AUTO
+        self._every = exact.checkpoint_every
+        self._position = 1
+
+    def choice(self, depth: int) -> Stored:
+        """Return what is stored now, given the levels of sums."""
+        if self._every == ALL:
+            return Stored(1, refills=True)
+        if not self._is_auto:
+            return Stored(int(self._every), refills=False)
+        root = max(1, round(math.sqrt(depth)))
+        return (
+            Stored(1, refills=True),
+            Stored(root, refills=True),
+            Stored(2 * root, refills=False),
+            Stored(max(1, depth), refills=False),
+        )[self._position]
+
+    def take_all(self) -> bool:
+        """Store all boundaries, which takes the least time, if that is open; say whether."""
+        self._position = 0
+        return self._is_auto
+
+    def take_less(self) -> bool:
+        """Store less from now on; say whether there was less to store."""
+        can_be_less = self._is_auto and self._position < _LEAST
+        self._position += can_be_less
+        return can_be_less
 
 
 def exact_choice(batch_norm: Any) -> ExactBatchNorm | None:

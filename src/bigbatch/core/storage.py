@@ -58,6 +58,13 @@ def passes(stages: Stages, checkpoint_every: int, *, refills: bool = True) -> li
     return plan.passes
 
 
+def times_run(stages: Stages, passes: list[Pass]) -> float:
+    """Return how often convolutions and matrix products run on a micro-batch, on average."""
+    costly = {one.name for one in stages.operations if one.is_costly}
+    runs = [one.name for each in passes for one in each.operations if one.name in costly]
+    return len(runs) / max(1, len(set(runs)))
+
+
 class Boundaries:
     """The tensors that stages need of the stages before them."""
 

@@ -77,7 +77,8 @@ def accumulate(
             for every loss of the outputs, for one more forward pass. "auto": if a trial with
             samples of the first batch shows that the loss is neither a mean nor a sum over
             samples. `True` raises an error where two passes are not possible: with a custom
-            `train_step`, or a layer that mixes samples.
+            `train_step`, or a layer that mixes samples. With `batch_norm="exact"` outputs are
+            gathered instead, in one pass.
         check: what to do if updates will not equal the full batch. Before the first
             update the real `train_step` runs on five samples of the first batch, in one part
             and cut unequally, and gradients, logged values and assigned variables are

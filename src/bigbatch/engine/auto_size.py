@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from bigbatch.core.memory import readable
-from bigbatch.core.size_search import with_smaller_ones
+from bigbatch.core.size_search import ChosenSize, with_smaller_ones
 from bigbatch.engine.feeds import WholeBatches
 from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.trainer import Trainer
 from bigbatch.engine.trial import largest_trial_that_fits, memory_of
+from bigbatch.errors import ContextError
+
+_FEWEST = 8
+"""Of how many samples a micro-batch should be before more is stored between stages."""
 
 
 class AutoSlices(WholeBatches):
@@ -70,7 +74,7 @@ class AutoSlices(WholeBatches):
         return logs
 
     def _choose(self, trainer: Trainer, data: Any) -> int:
-        chosen = largest_trial_that_fits(trainer, data)
+        chosen = self._largest(trainer, data)
         if chosen.limit is not None:
             backend = trainer.backend
             is_whole = chosen.size >= backend.data.largest_count(trainer.model, data)
@@ -81,3 +85,20 @@ class AutoSlices(WholeBatches):
                 f"{readable(chosen.limit)}"
             )
         return chosen.size
+
+    def _largest(self, trainer: Trainer, data: Any) -> ChosenSize:
+        """Return the largest size that fits, with as much stored between stages as can be.
+
+        That is, if micro-batches are not too small for the device to be busy.
+        """
+        phases = trainer.phases
+        phases.store_all()
+        while True:
+            try:
+                chosen = largest_trial_that_fits(trainer, data)
+            except ContextError:  # not even one sample
+                if not phases.store_less():
+                    raise
+                continue
+            if chosen.limit is None or chosen.size >= _FEWEST or not phases.store_less():
+                return chosen

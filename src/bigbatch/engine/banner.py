@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Iterable
 
 from bigbatch.backends.keras import backend_of
-from bigbatch.core.exact import ALL, AUTO, HOST, ExactBatchNorm, exact_choice
+from bigbatch.core.exact import HOST, ExactBatchNorm, exact_choice
 from bigbatch.core.memory import readable
 from bigbatch.engine.batch_norm import batch_norms_of, is_pooled
 from bigbatch.engine.settings import Setting
@@ -31,7 +31,8 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
     describe = _split if setting.microbatch_size is not None else _window
     parts = describe(setting, epoch, replicas)
     if setting.coupled is True:
-        parts.append("two passes for a coupled loss")
+        is_exact = exact_choice(setting.batch_norm) is not None
+        parts.append(f"{'outputs gathered' if is_exact else 'two passes'} for a coupled loss")
     variables = model.trainable_variables if model.built else []
     count = sum(_width(v.dtype) * math.prod(v.shape) for v in variables)
     if count:
@@ -134,18 +135,9 @@ def _could_be_exact(model: Any, setting: Setting) -> bool:
 
 
 def _exact_line(exact: ExactBatchNorm, norms: list[Any]) -> str:
-    """Say how layers normalise with the statistics of the whole batch, and what it costs."""
-    every = exact.checkpoint_every
-    stored = {ALL: "all stages stored", AUTO: "about √stages of them stored"}.get(
-        str(every), f"every {every}th stage stored"
-    )
-    cost = (
-        "time of a batch about 1.2 times"
-        if every == ALL
-        else "time of a batch 1.5 to 2.5 times"
-    )
-    where = ", in the memory of the host" if exact.storage == HOST else ""
-    return f"exact batch normalisation: {_names(norms)} ({stored}{where}; {cost})"
+    """Say which layers normalise with the statistics of the whole batch."""
+    where = ", with boundaries in the memory of the host" if exact.storage == HOST else ""
+    return f"exact batch normalisation: {_names(norms)}{where}"
 
 
 def _kept_by_layers(model: Any, setting: Setting) -> list[str]:

@@ -117,7 +117,8 @@ def _beside_batch_norm(found: dict[Item, float]) -> Cause:
         "it differs although batch normalisation is exact: something else mixes samples, or "
         "changes with every micro-batch",
         found[item],
-        'let batch_norm="pooled" and check="raise" name it, then compute it there with '
+        "pass coupled=True if it is the loss of compile() or compute_loss(); else let "
+        'batch_norm="pooled" and check="raise" name it, and compute it there with '
         "bigbatch.cross_microbatch_sum or bigbatch.cross_microbatch_gather",
     )
 

@@ -12,7 +12,6 @@ import contextlib
 from typing import Any, Callable, Iterator, NamedTuple
 
 from bigbatch.backends.keras import backend_of, mask_of, set_mask
-from bigbatch.core.exact import exact_choice
 from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_norm import batch_norms_of
 from bigbatch.engine.captured import CapturedGradients, Capturing
@@ -245,15 +244,6 @@ def check_two_passes(model: Any, batch_norm: Any) -> None:
                 "compile(loss=...), and remove train_step",
             )
         )
-    if exact_choice(batch_norm) is not None:
-        raise ArgumentError(
-            explain(
-                received='coupled=True and batch_norm="exact"',
-                expected="one of them: two passes, or stages",
-                fix="leave coupled out, and gather what the loss compares with "
-                'bigbatch.cross_microbatch_gather; or pass batch_norm="frozen"',
-            )
-        )
     norms = [] if batch_norm == "frozen" else batch_norms_of(model)
     if norms:
         raise ArgumentError(mixes_samples(norms[0]))
@@ -265,6 +255,7 @@ def mixes_samples(layer: Any) -> str:
         received=f"coupled=True and the layer {layer.name!r} ({type(layer).__name__}), which "
         "mixes the samples of a batch in the forward pass",
         expected="samples that are compared in the loss only",
-        fix='pass batch_norm="frozen" for BatchNormalization, or use LayerNormalization or '
+        fix='pass batch_norm="frozen" for BatchNormalization (or "exact", with Keras 3 on '
+        "TensorFlow), or use LayerNormalization or "
         "GroupNormalization; move what mixes samples from call() to the loss",
     )

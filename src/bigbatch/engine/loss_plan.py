@@ -44,6 +44,8 @@ class LossPlan:
     """Whether a term divides by something that has to be counted over the batch first."""
     is_odd: bool = False
     """Whether tensors of a batch differ in their number of samples."""
+    is_gathered: bool = False
+    """Whether `compute_loss` is called with the outputs of the whole batch, gathered."""
     is_counted: bool = False
     """Whether the batch has been counted, if it runs eagerly."""
 

@@ -162,7 +162,7 @@ class TermRecorder:
             stack.enter_context(
                 self._backend.changing_added_losses(model, self._corrected_added)
             )
-            if self._plan.compute_loss is Kind.SUM:
+            if self._plan.compute_loss is Kind.SUM and not self._plan.is_gathered:
                 compute = functools.partial(self._compute_loss, model, model.compute_loss)
                 stack.enter_context(replaced(model, compute_loss=compute))
             yield

@@ -13,6 +13,7 @@ from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.engine.batch_logs import BatchLogs
 from bigbatch.engine.batch_norm import BatchNorm
 from bigbatch.engine.captured import CapturedGradients, Capturing
+from bigbatch.engine.gathered_loss import loss_of_gathered_rows
 from bigbatch.engine.loss_plan import LossPlan
 from bigbatch.engine.loss_terms import (
     ONE,
@@ -162,6 +163,8 @@ class MicroBatch:
             if self.norm.is_exact:  # gradients of several micro-batches meet in its layers
                 stack.enter_context(ops.weighted_gradients(weight))
             stack.enter_context(recorder.watching(model))
+            if self.plan.is_gathered:
+                stack.enter_context(loss_of_gathered_rows(model))
             metrics = stack.enter_context(self.logs.metrics.watching(self.plan))
             stack.enter_context(backend.losses_of_one_replica(model, self._replicas))
             stack.enter_context(backend.metrics_on_replicas(model))
@@ -249,6 +252,7 @@ class MicroBatch:
         model, backend = self.model, self.backend
         return (
             self._replicas > 1
+            and not self.plan.is_gathered
             and not backend.runs_in_python(model)
             and not backend.has_custom_train_step(model)
             and not backend.uses_inputs_after_call(model)
@@ -271,7 +275,10 @@ class MicroBatch:
         if denominator is OWN:
             return None
         replicas = self.backend.divides_by_replicas(self._replicas)
-        if denominator is SAMPLES:
+        is_term = position >= 0
+        if self.plan.is_gathered and is_term and (denominator is OWN or denominator is ONE):
+            return None  # it is that of the whole batch, on every replica
+        if denominator is SAMPLES or (self.plan.is_gathered and is_term):
             return None if replicas == 1 else replicas
         self.plan.needs_samples = True
         if denominator is ONE:

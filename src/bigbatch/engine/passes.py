@@ -6,7 +6,7 @@ import functools
 from typing import Any, Callable, NamedTuple
 
 from bigbatch.backends.keras import backend_of
-from bigbatch.core.exact import exact_choice
+from bigbatch.core.exact import Storage, exact_choice
 from bigbatch.core.memory import readable
 from bigbatch.core.passes import ALL_UPDATES, Pass, Plan, plan_of
 from bigbatch.core.sparse_gradients import SparseGradients, Table
@@ -55,6 +55,9 @@ class Passes:
     ) -> None:
         self._model, self._batch_norm, self._say = model, batch_norm, say
         self._sparse = sparse
+        exact = exact_choice(batch_norm)
+        self.storage = None if exact is None else Storage(exact)
+        """What is stored between stages, if micro-batches run in stages."""
         self._backend = backend_of(model)
         self._made: dict[int, Any] = {}
         self._plan: Plan | None = None
@@ -75,8 +78,7 @@ class Passes:
     def _pass(self, part: Pass, plan: LossPlan | None = None) -> PassRun:
         model = self._model
         microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan, self._sparse)
-        exact = exact_choice(self._batch_norm)
-        choice = {"exact": exact} if exact else {}
+        choice = {"exact": self.storage} if self.storage else {}
         kept = microbatch.kept
         runs = self._backend.accumulation(model, microbatch.run, kept, self.before, **choice)
         return PassRun(microbatch, runs, Update(model, microbatch))
@@ -113,9 +115,10 @@ class Passes:
         self._make(self.all_updates.microbatch.lengths)
         for one in self._others():
             one.runs.prepare(types, size)
-        self._say_remarks()
+        self.say_remarks()
 
-    def _say_remarks(self) -> None:
+    def say_remarks(self) -> None:
+        """Say what there is to know of how micro-batches run, once."""
         is_whole = self.all_updates.microbatch.lengths is SharedDimensions.SAME
         remarks = self._backend.remarks(self.all_updates.runs, is_whole=is_whole)
         for remark in (*remarks, *map(self._of_rows, self._sparse.larger_than_sums)):
@@ -174,7 +177,7 @@ class Passes:
         for one in (self.all_updates, *self._others()):
             for what in told:
                 one.runs.learn(what)
-        self._say_remarks()
+        self.say_remarks()
         self.rollback.include(
             variables if self.runs_again else self.all_updates.runs.once.values()
         )

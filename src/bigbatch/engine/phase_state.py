@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Callable
 
 from bigbatch.backends.keras import backend_of
-from bigbatch.core.exact import exact_choice
 from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
 from bigbatch.engine.loss_plan import Kind
@@ -58,18 +57,19 @@ class PhaseState:
         self.sparse = sparse
         """How sparse gradients are kept until the update."""
         self.full_batch_loss: FullBatchLoss | None = None
-        """What computes the loss of the whole batch, if it is `coupled`."""
+        """What computes the loss of the whole batch by two passes, if it is `coupled`."""
+        storage = self._passes.storage
+        self.is_exact = storage is not None
+        """Whether micro-batches run in stages, with sums over them all between."""
         if coupled:
-            check_two_passes(model, batch_norm)
+            if not self.is_exact:
+                check_two_passes(model, batch_norm)
             self.use_full_batch_loss()
         first = self._passes.all_updates.microbatch
         before = self._passes.before
-        exact = exact_choice(batch_norm)
         self._counts = backend.accumulation(
-            model, first.count, first.kept, before, **({"exact": exact} if exact else {})
+            model, first.count, first.kept, before, **({"exact": storage} if storage else {})
         )
-        self.is_exact = exact is not None
-        """Whether micro-batches run in stages, with sums over them all between."""
         self.context = backend.replica_vector(model)
         """What micro-batches know of their batch, on each replica: a `BatchContext`."""
         self._updates: dict[int, Any] = {}
@@ -85,7 +85,13 @@ class PhaseState:
         """Whether all micro-batches are counted before one can run; known when prepared."""
 
     def use_full_batch_loss(self) -> None:
-        """Compute the loss on whole batches, by two passes; called before the first of them."""
+        """Compute the loss on whole batches; called before the first of them.
+
+        By two passes, or of rows that the stages of micro-batches gather.
+        """
+        if self.is_exact:
+            self.microbatch.plan.is_gathered = True
+            return
         self.full_batch_loss = FullBatchLoss(self._model, self.microbatch)
 
     @property
@@ -164,6 +170,26 @@ class PhaseState:
         """Find out, if a model runs eagerly, which passes a batch takes."""
         if not self.is_planned:
             self._passes.learn(data, size)
+
+    def store_all(self) -> bool:
+        """Store all between stages, which takes the least time; say whether that is open."""
+        storage = self._passes.storage
+        is_open = storage is not None and storage.take_all()
+        if is_open:
+            self._store_otherwise()
+        return is_open
+
+    def store_less(self) -> bool:
+        """Store less between stages from now on; say whether there was less to store."""
+        storage = self._passes.storage
+        is_less = storage is not None and storage.take_less()
+        if is_less:
+            self._store_otherwise()
+        return is_less
+
+    def _store_otherwise(self) -> None:
+        self._compile()
+        self._passes.say_remarks()
 
     def _must_count(self, data: Any, *, is_whole: bool, is_built: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""

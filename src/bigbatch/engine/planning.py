@@ -112,7 +112,9 @@ class Planning:
         plan, trial = self._tried()
         plan = self._agreed(plan)
         self._phases.microbatch.plan = plan
-        if self._coupled is True:
+        if self._coupled is True and self._phases.is_exact:
+            self._phases.use_full_batch_loss()
+        elif self._coupled is True:
             self._refuse_mixing_layers()
         elif trial is not None:
             if plan.needs_whole_batch:
@@ -152,9 +154,12 @@ class Planning:
         reason, fix = self._obstacle(trial, held)
         if not reason:
             self._phases.use_full_batch_loss()
+            how = "by two passes: one more forward pass, and"
+            if self._phases.is_exact:
+                how = "whose outputs are gathered:"
             self._say(
-                f"bigbatch: the loss {name} is computed on the whole batch, by two passes: one "
-                f"more forward pass, and {readable(held)} for outputs and their gradients"
+                f"bigbatch: the loss {name} is computed on the whole batch, {how} "
+                f"{readable(held)} for outputs and their gradients"
             )
             return
         self.told.add(LOSS)
@@ -172,17 +177,13 @@ class Planning:
         model, backend = self._model, self._backend
         if not self._coupled:
             return "It is not computed on the whole batch: coupled=False.", "leave coupled out."
-        if self._phases.is_exact:
-            return (
-                'Two passes are not made with batch_norm="exact".',
-                "gather what the loss compares with bigbatch.cross_microbatch_gather.",
-            )
-        if not self._can_wait:
+        is_exact = self._phases.is_exact
+        if not self._can_wait and not is_exact:
             return (
                 'Two passes are not made with "auto" on several workers.',
                 'pass the size that "auto" finds on one worker.',
             )
-        if backend.has_custom_train_step(model):
+        if backend.has_custom_train_step(model) and not is_exact:
             return (
                 "In a custom train_step the forward pass and the loss cannot be told apart.",
                 "write the loss in compute_loss() or compile(loss=...), without a train_step.",
@@ -200,7 +201,7 @@ class Planning:
                 f"than {readable(self._most_bytes())}.",
                 "pass coupled=True to hold them all the same, or use smaller batches.",
             )
-        layers = self._mixing_layers()
+        layers = [] if is_exact else self._mixing_layers()
         if layers:
             return (
                 f"The layer {layers[0].name!r} mixes samples, too.",

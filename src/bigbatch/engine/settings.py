@@ -114,10 +114,12 @@ class Setting:
         """Return what lets workers agree, as one of them may run out of memory."""
         if not is_multi_worker(model):
             return None
-        if self.coupled is True:
+        is_exact = exact_choice(self.batch_norm) is not None
+        if self.coupled is True or is_exact:
+            what = 'batch_norm="exact"' if is_exact else "coupled=True"
             raise ArgumentError(
                 explain(
-                    received='microbatch_size="auto" and coupled=True under '
+                    received=f'microbatch_size="auto" and {what} under '
                     "MultiWorkerMirroredStrategy",
                     expected="a number: workers wait for each other in the middle of a batch",
                     fix='find it with "auto" on one worker: bigbatch.microbatch_size(model)',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of
@@ -94,6 +95,25 @@ class Trainer:
             raise
 
     def train_on(self, data: Any, size: int, types: Any = None) -> dict[str, Any]:
+        """Do what `try_on` does, with less stored between stages if memory runs out."""
+        backend, phases = self.backend, self.phases
+        if not phases.is_exact or backend.is_multi_worker(self.model):  # who would wait
+            return self.try_on(data, size, types)
+        while True:
+            try:
+                with phases.rollback.undone_if(backend.OUT_OF_MEMORY):
+                    return self.try_on(data, size, types)
+            except backend.OUT_OF_MEMORY:
+                if not phases.store_less():
+                    raise
+            warnings.warn(
+                "bigbatch: out of memory. The batch was rolled back and is run again with less "
+                "stored between the stages of exact batch normalisation, which takes more time "
+                "and gives the same result.",
+                stacklevel=2,
+            )
+
+    def try_on(self, data: Any, size: int, types: Any = None) -> dict[str, Any]:
         """Make one update from a batch, in micro-batches of `size` samples; return the logs.
 
         One trace serves batches of these types; of any number of samples if none are given.

@@ -36,12 +36,14 @@ def largest_trial_that_fits(
         batch = backend.data.largest_count(model, data)
 
     def run(size: int) -> None:
-        rows = functools.partial(backend.data.first_rows, count=2 * size)
+        # What stages store is there for all micro-batches of a batch.
+        count = batch if trainer.phases.is_exact else 2 * size
+        rows = functools.partial(backend.data.first_rows, count=count)
         part = backend.on_replicas(model, rows, data)
         if trainer.phases.knows_bytes(part, size):
             return
         for _ in range(_UPDATES):
-            trainer.train_on(part, size)
+            trainer.try_on(part, size)
 
     trainer.trace(data)
     memory = memory_of(model)

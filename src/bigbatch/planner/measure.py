@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import statistics
 import time
@@ -17,7 +18,7 @@ from bigbatch.backends.keras import (
     optimizers_of,
 )
 from bigbatch.core.arguments import positive_integer
-from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of
+from bigbatch.core.memory import MARGIN, MemoryCurve, bytes_of, readable
 from bigbatch.core.report import progress
 from bigbatch.core.size_search import peak_of
 from bigbatch.engine.hooks import setting_of
@@ -165,7 +166,8 @@ class _Trials:
                     break
             say(f"micro-batches of {size} of {self._share} samples")
             peak = peak_of(self._memory, size, self._run, self._put_back)
-            untried = self._share - min(2 * size, self._share)
+            tried = self._share if self._trainer.phases.is_exact else 2 * size
+            untried = self._share - min(tried, self._share)
             if peak is None:
                 too_large = size
                 break
@@ -173,7 +175,7 @@ class _Trials:
             if measure_time:
                 seconds[size] = self._seconds(size)
         measured = (Measurement(n, peak, seconds.get(n)) for n, peak in peaks.items())
-        return Plan(
+        found = Plan(
             self._batch_size,
             self._replicas,
             int(there),
@@ -183,6 +185,21 @@ class _Trials:
             self._remarks(),
             is_rough=not self._memory.is_hard,
         )
+        return dataclasses.replace(
+            found, remarks=(*found.remarks, *self._choices(found.microbatch_size))
+        )
+
+    def _choices(self, size: int) -> Iterator[str]:
+        """Yield what each choice takes of what is stored between stages, if it is open."""
+        phases = self._trainer.phases
+        is_less = self._memory.is_hard and size > 0 and phases.store_all()
+        while is_less:
+            with contextlib.suppress(ContextError):  # not even one sample fits
+                peak = peak_of(self._memory, size, self._run, self._put_back)
+                takes = "does not fit" if peak is None else readable(peak - self._others)
+                (what,) = phases.passes[0].runs.remarks()
+                yield f"{what.split(': ', 1)[1]}: {takes} in micro-batches of {size}"
+            is_less = phases.store_less()
 
     def _remarks(self) -> tuple[str, ...]:
         """Return what to know of the measurements."""
@@ -200,12 +217,14 @@ class _Trials:
         return self._backend.data.on_every_replica(self._model, data)
 
     def _run(self, size: int) -> None:
-        # Two micro-batches, so that what is added up is there too.
-        data = self._batch(2 * size)
+        # Two micro-batches, so that what is added up is there too. What stages store is there
+        # for all micro-batches of a batch.
+        is_exact = self._trainer.phases.is_exact
+        data = self._batch(self._share if is_exact else 2 * size)
         if self._trainer.phases.knows_bytes(data, size):
             return
         for _ in range(_UPDATES):
-            self._trainer.train_on(data, size)
+            self._trainer.try_on(data, size)
 
     def _seconds(self, size: int) -> float | None:
         """Return the time of an update, from those of a short and a less short one."""
@@ -216,7 +235,7 @@ class _Trials:
                 taken = []
                 for _ in range(_UPDATES):
                     start = time.perf_counter()
-                    logs = self._trainer.train_on(data, size)
+                    logs = self._trainer.try_on(data, size)
                     ops = self._backend.ops
                     ops.map_structure(ops.numpy, logs)  # or a GPU may not be done
                     taken.append(time.perf_counter() - start)

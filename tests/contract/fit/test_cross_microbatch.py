@@ -6,7 +6,7 @@ import pytest
 
 import bigbatch
 from comparison import check_same, differences
-from exact_cases import LABELS, MICROBATCH, case_of, exactly
+from exact_cases import IMAGES, LABELS, MICROBATCH, case_of, exactly
 
 from stack import IS_KERAS_3, keras
 
@@ -63,6 +63,15 @@ def model_with(layer):
 def test_a_layer_that_couples_samples(layer):
     case = case_of(lambda: model_with(layer))
     check_same(case.train(exactly()), case.train(), 1e-10)
+
+
+@pytest.mark.matrix
+def test_rows_of_several_replicas(mirrored):
+    """24 samples are 12 + 12; of the last one the second replica has none."""
+    case = case_of(lambda: model_with(Attention), x=IMAGES[:25], y=LABELS[:25])
+    with mirrored.scope():
+        found = case.train(exactly(microbatch_size=5))
+    check_same(found, case.train(), 1e-10)
 
 
 def test_without_sums_over_micro_batches_the_same_layer_differs(monkeypatch):

@@ -18,6 +18,7 @@ from exact_cases import (
     IMAGES,
     LABELS,
     MICROBATCH,
+    WORKERS,
     case_of,
     convolutional,
     exactly,
@@ -55,6 +56,24 @@ def test_weights_statistics_and_logs_are_those_of_the_full_batch(name):
 )
 def test_what_is_stored_does_not_change_the_result(choice):
     check_same(CASES["residual"].train(exactly(choice)), full_batch("residual"), TOLERANCE)
+
+
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_where_boundaries_are_stored(storage):
+    """With a device beside the host: here a second logical CPU."""
+    with tf.device("CPU:1"):
+        case = WORKERS
+        found = case.train(exactly(bigbatch.ExactBatchNorm("all", storage), microbatch_size=8))
+    phases = vars(found.model)["_bigbatch_hooks"].trainer.phases
+    devices = {"TensorListSetItem": set(), "TensorListGetItem": set(), "MatMul": set()}
+    for function in phases.add._list_all_concrete_functions():
+        for inner in function.graph.as_graph_def().library.function:
+            for node in inner.node_def:
+                if node.op in devices:
+                    devices[node.op].add(node.device[-5:])
+    there = "CPU:0" if storage == "host" else "CPU:1"
+    assert devices["TensorListSetItem"] == devices["TensorListGetItem"] == {there}
+    assert devices["MatMul"] == {"CPU:1"}
 
 
 def test_a_window_of_batches_is_the_full_batch():
@@ -212,21 +231,26 @@ def test_moments_far_from_zero(monkeypatch):
 
 
 APPLICATIONS = {
-    "MobileNetV2": lambda: keras.applications.MobileNetV2(
-        weights=None, input_shape=(32, 32, 3), alpha=0.35, classes=5, classifier_activation=None
-    ),
-    "ResNet50": lambda: keras.applications.ResNet50(
-        weights=None, input_shape=(32, 32, 3), classes=5, classifier_activation=None
-    ),
+    "MobileNetV2": {"alpha": 0.35},
+    "ResNet50": {},
+    "DenseNet121": {},
+    "EfficientNetB0": {},
+    "InceptionV3": {"input_shape": (75, 75, 3)},
 }
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_large_nets(name):
-    x = 2 * np.random.default_rng(1).normal(size=(20, 32, 32, 3))
+    options = {"input_shape": (32, 32, 3), **APPLICATIONS[name]}
+    x = 2 * np.random.default_rng(1).normal(size=(20, *options["input_shape"]))
     fit = {"batch_size": 10, "epochs": 1}
-    case = case_of(APPLICATIONS[name], x=x, y=LABELS[:20], fit=fit)
+
+    def make():
+        application = getattr(keras.applications, name)
+        return application(weights=None, classes=5, classifier_activation=None, **options)
+
+    case = case_of(make, x=x, y=LABELS[:20], fit=fit)
     check_same(case.train(exactly(microbatch_size=4)), case.train(), TOLERANCE)
 
 
@@ -283,22 +307,6 @@ def test_what_cannot_be_exact_is_refused_before_anything_changes(reason):
     assert "pooled" in str(error.value)
     for one, two in zip(before, model.get_weights()):
         np.testing.assert_array_equal(one, two)
-
-
-def test_two_passes_and_stages_do_not_go_together():
-    model = case_of(convolutional).build()
-    bigbatch.accumulate(model, microbatch_size=7, batch_norm="exact", coupled=True)
-    with pytest.raises(bigbatch.errors.ArgumentError, match="cross_microbatch_gather"):
-        model.fit(IMAGES, LABELS, batch_size=BATCH, verbose=0)
-
-
-def test_a_loss_that_compares_samples_is_said_to_differ():
-    def loss(_, outputs):
-        return tf.reduce_mean(outputs, -1) - tf.reduce_logsumexp(outputs)
-
-    model = case_of(convolutional, loss=lambda: loss, compile={}).build(exactly())
-    with pytest.warns(bigbatch.NotEqualWarning, match="cross_microbatch_gather"):
-        model.fit(IMAGES, LABELS, batch_size=BATCH, verbose=0)
 
 
 def test_keras_2_is_refused():

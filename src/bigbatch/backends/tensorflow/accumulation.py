@@ -27,7 +27,7 @@ from bigbatch.backends.tensorflow.variables import (
     on_this_replica,
     this_replica,
 )
-from bigbatch.core.exact import ExactBatchNorm
+from bigbatch.core.exact import Storage
 
 _CONTEXT = tf.TensorSpec([None], WEIGHT_DTYPE)
 
@@ -61,7 +61,7 @@ class Accumulation:
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
         is_traceable: bool,
-        exact: ExactBatchNorm | None = None,
+        exact: Storage | None = None,
     ) -> None:
         self._strategy = strategy
         self._exact = exact
@@ -134,6 +134,12 @@ class Accumulation:
         is_possible = is_possible and self._exact is None and self._python is None
         self._draws_in_blocks = is_so and is_possible
         return is_possible and self.draws_by_sample
+
+    def remarks(self) -> list[str]:
+        """Return what to say of the stages of micro-batches, if they run in stages."""
+        deepest = max(self._staged.values(), key=lambda one: one.sums, default=None)
+        xla = "; they are not compiled by XLA" if self._jit_compile else ""
+        return [] if deepest is None else [f"bigbatch: stages: {deepest}{xla}"]
 
     def assigned(self) -> list[Any]:
         """Return the variables that a micro-batch may change, sums and metrics left out."""

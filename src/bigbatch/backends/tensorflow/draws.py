@@ -65,6 +65,11 @@ class MicrobatchRows:
         self.is_flat = True
         """Whether no draw stands in a branch, where it may not happen."""
 
+    def rows_before(self, count: Any) -> Any:
+        """Return the rows before those of a tensor that has `count` rows for these samples."""
+        samples = tf.maximum(tf.cast(self._samples, tf.int64), 1)
+        return self.start * (tf.cast(count, tf.int64) // samples)
+
     def place_of(self, shape: Any) -> str | None:
         """Say where the samples are in the shape of the next draw.
 
@@ -90,7 +95,7 @@ class MicrobatchRows:
         samples = tf.maximum(tf.cast(self._samples, tf.int64), 1)
         if self.total is not None:
             return self._blocks(draw, shape, counter, samples, per_block)
-        first = self.start * (count // samples)
+        first = self.rows_before(count)
         counter = _advanced(counter, first // per_block)
         inner = tf.get_static_value(tf.reduce_prod(shape[1:]))
         if inner is not None and inner % per_block == 0:  # every row begins with a block

@@ -33,7 +33,7 @@ from bigbatch.backends.tensorflow.table import Table
 from bigbatch.backends.tensorflow.two_passes import TwoPasses
 from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
 from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
-from bigbatch.core.exact import ExactBatchNorm
+from bigbatch.core.exact import Storage
 from bigbatch.core.passes import Order
 from bigbatch.core.sparse_gradients import SparseGradients
 
@@ -158,7 +158,7 @@ class TensorFlowBackend(Backend):
         compute: Callable[[Any, Any], Any],
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
-        exact: ExactBatchNorm | None = None,
+        exact: Storage | None = None,
     ) -> Accumulation:
         return Accumulation(
             model.distribute_strategy,
@@ -171,6 +171,10 @@ class TensorFlowBackend(Backend):
             is_traceable=not self.has_custom_train_step(model),
             exact=exact,
         )
+
+    def remarks(self, accumulation: Accumulation, *, is_whole: bool) -> list[str]:
+        del is_whole
+        return accumulation.remarks()
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
         several = self.replicas(model) > 1

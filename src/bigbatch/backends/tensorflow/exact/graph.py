@@ -54,6 +54,8 @@ class MicrobatchGraph:
         self.results = [resolved(tensor) for tensor in graph.outputs]
         self.shapes: dict[str, list[KnownShape]] = known_shapes(graph, samples)
         """What operations return that ask for shapes which follow from the count of samples."""
+        self.rows = markers.rows
+        """For sums that are rows of all micro-batches, what says how many rows there are."""
         self._entering = {tensor.name for tensor in (*samples, *others)}
         self._markers = markers
         ordered = self._ordered()

@@ -34,10 +34,18 @@ class Markers:
         """The sums, and for the gradient of a sum, that sum."""
         self.seeds: set[str] = set()
         """Where the backward pass begins."""
+        self.rows: dict[str, str] = {}
+        """For sums that are rows of all micro-batches, the tensor that says how many rows."""
         self.replicas = replicas
 
-    def sum(self, tensor: Any, gradient_of: str | None = None) -> Any:
-        """Return the sum of a tensor over all micro-batches."""
+    def sum(self, tensor: Any, gradient_of: str | None = None, rows: Any = None) -> Any:
+        """Return the sum of a tensor over all micro-batches.
+
+        Args:
+            tensor: the tensor, of the same shape in every micro-batch.
+            gradient_of: the sum whose gradient it is.
+            rows: how many rows it has, if a replica without samples could not know.
+        """
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph and not is_branch(graph):
             return tensor  # after the last update of a pass, what follows is discarded
@@ -57,7 +65,9 @@ class Markers:
             result = tf.identity(tensor, name="cross_microbatch_sum")
             name = result.op.name
             self.sums[name] = gradient_of
-            return result, lambda gradient: self.sum(gradient, gradient_of=name)
+            if rows is not None:
+                self.rows[name] = rows.name
+            return result, lambda gradient: self.sum(gradient, name, rows)
 
         return marked(tensor)
 
@@ -103,18 +113,28 @@ def cross_microbatch_gather(tensor: Any) -> Any:
     tensor, markers = tf.convert_to_tensor(tensor), markers_now()
     if markers is None:
         return cross_microbatch_sum(tensor)
-    if markers.replicas > 1:
+    if markers.replicas > 1 and None in tensor.shape[1:]:
         raise ContextError(
             explain(
-                received=f"cross_microbatch_gather on {markers.replicas} replicas",
-                expected="one device: a replica without samples does not know how many rows "
-                "there are",
-                fix="use cross_microbatch_sum, or train on one device",
+                received=f"cross_microbatch_gather of a tensor of the shape {tensor.shape} on "
+                f"{markers.replicas} replicas",
+                expected="a shape that is known but for the samples: a replica without "
+                "samples has to know it, too",
+                fix="give the inputs of the model a full shape, or train on one device",
             )
         )
     rows, count = running(), tf.shape(tensor)[0]
     assert rows is not None
-    total = markers.sum(tf.cast(count, WEIGHT_DTYPE))
-    total, first = (tf.cast(number, tf.int32) for number in (tf.round(total), rows.start))
-    around = [[first, total - first - count]]
-    return markers.sum(tf.pad(tensor, around + [[0, 0]] * (len(tensor.shape) - 1)))
+    place = 0
+    if markers.replicas > 1:
+        place = tf.distribute.get_replica_context().replica_id_in_sync_group
+    is_here = tf.one_hot(place, markers.replicas, dtype=WEIGHT_DTYPE)
+    counts = markers.sum(is_here * tf.cast(count, WEIGHT_DTYPE))
+    counts = tf.cast(tf.round(counts), tf.int32)
+    total, before = tf.reduce_sum(counts), tf.reduce_sum(counts[:place])
+    # As a rule one row for each sample.
+    first = before + tf.cast(rows.rows_before(count), tf.int32)
+    around = [[first, total - first - count]] + [[0, 0]] * (len(tensor.shape) - 1)
+    is_float = tensor.dtype.is_floating
+    wide = tensor if is_float else tf.cast(tensor, tf.int64)
+    return tf.cast(markers.sum(tf.pad(wide, around), rows=total), tensor.dtype)

@@ -11,9 +11,9 @@ from bigbatch.backends.tensorflow.compat import inlined_functions
 from bigbatch.backends.tensorflow.exact.graph import MicrobatchGraph
 from bigbatch.backends.tensorflow.exact.markers import Markers, marking
 from bigbatch.backends.tensorflow.exact.run import StagedBatch
-from bigbatch.core.exact import HOST, ExactBatchNorm
+from bigbatch.core.exact import Storage, Stored
 from bigbatch.core.stages import Stages
-from bigbatch.core.storage import passes
+from bigbatch.core.storage import Pass, passes, times_run
 from bigbatch.errors import ContextError, explain
 
 _HOST_DEVICE = "CPU:0"
@@ -48,11 +48,11 @@ class StagedMicrobatch:
         graph: its graph: of the start of a micro-batch, one constant, and samples.
         markers: the sums over micro-batches in it.
         kept: the variables that every micro-batch changes.
-        choice: what is stored between stages, and where.
+        storage: what is stored between stages, and where.
     """
 
     def __init__(
-        self, graph: Any, markers: Markers, kept: Iterable[Any], choice: ExactBatchNorm
+        self, graph: Any, markers: Markers, kept: Iterable[Any], storage: Storage
     ) -> None:
         if any(markers.sums.values()) and not markers.seeds:
             raise ContextError(
@@ -78,9 +78,24 @@ class StagedMicrobatch:
         )
         self.sums = self._stages.depth
         """How many sums over micro-batches follow one another in the forward pass."""
-        every = choice.stages_between_checkpoints(self.sums)
-        self._passes = passes(self._stages, every, refills=choice.refills)
-        self._storage = _HOST_DEVICE if choice.storage == HOST else None
+        self._storage = storage
+        self._passes: dict[Stored, list[Pass]] = {}
+
+    def passes(self) -> list[Pass]:
+        """Return the passes of a batch, with what is stored now."""
+        stored = self._storage.choice(self.sums)
+        if stored not in self._passes:
+            self._passes[stored] = passes(self._stages, stored.every, refills=stored.refills)
+        return self._passes[stored]
+
+    def __str__(self) -> str:
+        loops = self.passes()
+        again = times_run(self._stages, loops)
+        return (
+            f"{self.sums} sums over the batch one after the other, {len(loops)} loops over its "
+            f"micro-batches, {self._storage.choice(self.sums)}: convolutions and matrix "
+            f"products run {again:.2f} times"
+        )
 
     def run(
         self,
@@ -119,6 +134,6 @@ class StagedMicrobatch:
             constants={self._constant.name: constant},
             microbatches=tf.cast((count + size - 1) // size, tf.int32),
             bounds=bounds,
-            storage=self._storage,
+            storage=_HOST_DEVICE if self._storage.is_on_host else None,
         )
-        staged.run(self._passes, add)
+        staged.run(self.passes(), add)

@@ -12,7 +12,7 @@ from bigbatch.backends.tensorflow.exact.replay import Invariants, replay
 from bigbatch.backends.tensorflow.replicas import inside_one_of_many, sum_from_inside
 from bigbatch.backends.tensorflow.values import widened
 from bigbatch.backends.tensorflow.variables import ANY_SHAPE
-from bigbatch.core.stages import Stages
+from bigbatch.core.stages import Operation, Stages
 from bigbatch.core.storage import Pass
 
 
@@ -89,7 +89,7 @@ class StagedBatch:
         with tf.control_dependencies([self._done]):
             start = (
                 tf.constant(0),
-                [_nothing(tensor) for tensor in summed],
+                [self._nothing(*pair) for pair in zip(one.sums, summed)],
                 [self._stored.pop(name) for name in frees],
                 [self._array(name) for name in stores],
             )
@@ -120,6 +120,14 @@ class StagedBatch:
     def _result(self, one: Pass, position: int, values: dict[str, Any]) -> Any:
         name = self._stages.results[position]
         return values[name] if position in one.results else None
+
+    def _nothing(self, operation: Operation, tensor: Any) -> Any:
+        """Return what the sum of such tensors begins with."""
+        shape = tensor.shape if tensor.shape.is_fully_defined() else []
+        rows = self._graph.rows.get(operation.name)
+        if rows is not None and None not in tensor.shape[1:]:
+            shape = [self._invariants.value(rows), *tensor.shape[1:]]
+        return tf.zeros(shape, widened(tensor.dtype))
 
     def _tensor(self, name: str) -> Any:
         """Return a tensor of the graph of a micro-batch."""
@@ -153,12 +161,6 @@ class StagedBatch:
 
     def _on_storage(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self._storage) if self._storage else contextlib.nullcontext()
-
-
-def _nothing(tensor: Any) -> Any:
-    """Return what the sum of such tensors begins with."""
-    shape = tensor.shape if tensor.shape.is_fully_defined() else []
-    return tf.zeros(shape, widened(tensor.dtype))
 
 
 def _shape_of_sum(tensor: Any) -> Any:
