@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Callable, Literal, TypeVar
 
 from bigbatch.backends.keras import backend_of, check_model
 from bigbatch.core.arguments import keywords_explained
 from bigbatch.core.exact import ExactBatchNorm
 from bigbatch.core.size_search import chosen_size
-from bigbatch.core.window import AccumulationSteps
 from bigbatch.engine.hooks import attach, check_optimizers, detach, size_of
 from bigbatch.engine.settings import Setting
 
@@ -28,7 +27,7 @@ def accumulate(
     model: Model,
     *,
     microbatch_size: int | Literal["auto"] | None = None,
-    accumulation_steps: AccumulationSteps = None,
+    accumulation_steps: int | Callable[[int], int] | None = None,
     batch_norm: Literal["pooled", "exact", "microbatch", "frozen"] | ExactBatchNorm = "pooled",
     coupled: bool | Literal["auto"] = "auto",
     check: Literal["warn", "raise", "off"] = "warn",

@@ -12,7 +12,7 @@ import tensorflow as tf
 from bigbatch.backends.tensorflow.compat import eagerly, outside_strategy_scope, under_xla
 from bigbatch.backends.tensorflow.optimizers import adapted
 from bigbatch.backends.tensorflow.sparse_rows import has_repeated_rows
-from bigbatch.core.window import AccumulationSteps, is_full, window_length
+from bigbatch.core.window import is_full, window_length
 from bigbatch.errors import ContextError, explain
 from bigbatch.loops.checks import (
     checked_among,
@@ -92,7 +92,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         optimizer: Any,
         variables: Iterable[Any],
         *,
-        accumulation_steps: AccumulationSteps = None,
+        accumulation_steps: int | Callable[[int], int] | None = None,
         repeated_rows: Iterable[Any] = (),
     ) -> None:
         first_length = window_length(accumulation_steps, updates=0)
