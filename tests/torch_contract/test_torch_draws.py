@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from unittest import mock
 
 import keras
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 import bigbatch
-from bigbatch.backends.torch import draws
+from bigbatch.backends.torch import accumulation, draws, trial
 from bigbatch.backends.torch.normals import NormalStream
 from comparison import check_equals_full_batch, check_same
 from fit_cases import DENSE_X, DENSE_Y, MODES, Case
@@ -128,6 +129,78 @@ def test_what_does_not_depend_on_samples_changes_once(mode):
     check_same(case.accumulate(mode), expected, TOLERANCE)
 
 
+def spectral():
+    hidden = layers.SpectralNormalization(layers.Dense(8))
+    return keras.Sequential([keras.Input((5,)), hidden, layers.Dense(3)])
+
+
+def test_a_layer_that_assigns_its_own_weight_does_so_once(mode):
+    case = Case(spectral)
+    check_same(case.accumulate(mode), case.train(), TOLERANCE)
+
+
+def test_a_weight_that_every_micro_batch_assigns_differs():
+    case = Case(spectral)
+    with mock.patch.object(trial, "candidates_of", return_value=[]):
+        found = case.accumulate("split", {"check": "off"})
+    with pytest.raises(AssertionError, match="not the same"):
+        check_same(found, case.train(), TOLERANCE)
+
+
+class Views(keras.Model):
+    """Draws for real and fake samples together: noise, labels, dropout of both kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(1)
+        self.drop = [layers.Dropout(0.3, seed=2), layers.Dropout(0.3)]
+        self.hidden, self.out = layers.Dense(7), layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def call(self, x):
+        hidden = self.drop[1](self.hidden(self.drop[0](x, training=True)), training=True)
+        return self.out(hidden)
+
+    def train_step(self, data):
+        real, _ = data
+        self.zero_grad()
+        fake = keras.random.normal(real.shape, seed=self.seed_generator)
+        both = torch.cat([fake, real])
+        both = both + 0.1 * keras.random.normal(both.shape, seed=self.seed_generator)
+        labels = torch.arange(len(both)).reshape(-1, 1) < len(real)
+        labels = labels + keras.random.uniform(labels.shape, seed=self.seed_generator)
+        loss = torch.mean(torch.square(labels - self(both))) + torch.mean(self(real) ** 2)
+        loss.backward()
+        weights = list(self.trainable_weights)
+        with torch.no_grad():
+            self.optimizer.apply([one.value.grad for one in weights], weights)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def test_draws_for_samples_that_are_concatenated_are_those_of_the_full_batch():
+    check_equals_full_batch(Case(Views, loss=None), TOLERANCE, windows=(3,))
+
+
+@pytest.mark.filterwarnings("ignore::bigbatch.NotEqualWarning")
+def test_draws_for_samples_that_are_concatenated_are_told_if_they_differ():
+    case = Case(Views, loss=None)
+    with mock.patch.object(accumulation.SameForAll, "draw_in_blocks", return_value=False):
+        found = case.accumulate("split")
+    assert "training will differ from the full batch" in found.warnings[0]
+    with pytest.raises(AssertionError, match="not the same"):
+        check_same(found, case.train(), TOLERANCE)
+
+
+class OfTorch(layers.Layer):
+    def call(self, x, training=False):
+        return x + 0.1 * torch.randn_like(x) if training else x
+
+
 def test_two_passes_draw_the_same_twice(mode):
     # Without a seed the order of draws is that of updates and epochs, which windows change.
     seed = None if mode == "split" else 4
@@ -152,6 +225,11 @@ def test_the_banner_names_layers_with_other_draws(capsys):
     assert "random draws" not in said("split", lambda: layers.GaussianNoise(0.1))
     assert "gaussian_noise_" in said("window", lambda: layers.GaussianNoise(0.1))
     reshape = lambda: layers.Reshape((-1, 4))  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bigbatch.NotEqualWarning)
+        assert "random draws differ from the full batch: torch.randn_like" in said(
+            "split", OfTorch
+        )
     assert "lstm_cell" in said("window", reshape, lambda: layers.LSTM(4, dropout=0.1))
 
 

@@ -79,6 +79,18 @@ class Contrastive(Step):
         return torch.nn.functional.cross_entropy(logits, torch.arange(len(z)))
 
 
+class OfLabels(Step):
+    """Of new weights all samples have about the same loss, whatever it is divided by."""
+
+    def outputs_of(self, x):
+        return 1e-3 * self(x, training=True)
+
+    def loss_of(self, y, z):
+        positive = (y[:, 0] > 0).float()
+        losses = torch.logsumexp(z, 1) - z[:, 0]
+        return torch.sum(positive * losses) / torch.sum(positive)
+
+
 class Summed(Step):
     def loss_of(self, y, z):
         return torch.sum(torch.square(y - z))
@@ -136,6 +148,7 @@ class Bank(layers.Layer):
 
 PLANTED = {
     "contrastive": (Contrastive, "train_step of Contrastive: its loss compares samples"),
+    "divided by labels": (OfLabels, "train_step of OfLabels: its loss compares samples, or"),
     "clipped by hand": (Clipped, "train_step of Clipped: .*clipvalue="),
     "logged": (LogsLargest, "logged value 'largest'"),
     "weights": (MovesWeights, "variable '.*': every micro-batch"),

@@ -9,7 +9,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from bigbatch.backends.keras import backend_of, layers_of, optimizers_of
-from bigbatch.core.outcome import GRADIENT, LOG, VARIABLE, Item, of_parts, relative_norm
+from bigbatch.core.outcome import GRADIENT, VARIABLE, Item, of_parts, relative_norm
 from bigbatch.core.sparse_gradients import DENSE
 
 LOSS = "the loss"
@@ -62,7 +62,9 @@ class Part(NamedTuple):
     gradients: list[Any]
 
 
-def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float) -> list[Cause]:
+def causes_of(
+    model: Any, trial: Any, found: dict[Item, float], rounding: float, *, logs_agree: bool
+) -> list[Cause]:
     """Return what makes a few samples differ when they are cut.
 
     Args:
@@ -70,6 +72,7 @@ def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float)
         trial: the samples, which can be run again by Python.
         found: what differs, and how much.
         rounding: the differences that mean nothing.
+        logs_agree: whether all that is logged is the same, to the last digits.
     """
     if trial.is_exact:
         return [_beside_batch_norm(found)]
@@ -83,7 +86,6 @@ def causes_of(model: Any, trial: Any, found: dict[Item, float], rounding: float)
     # State that differs explains gradients, if they are equal without it.
     is_state = bool(causes) and bool(whole) and _agree(whole, _added(parts[1:]), rounding)
     if gradients and not is_state and not any(one.where.startswith("layer") for one in causes):
-        logs_agree = not any(_is(item, LOG) for item in found)
         causes.insert(0, _of_loss(model, gradients, logs_agree=logs_agree))
     return causes or [_of_log(model, item, size) for item, size in found.items()]
 

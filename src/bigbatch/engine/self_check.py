@@ -39,6 +39,12 @@ _WITH_DRAWS = 10
 _AFTER_UPDATES = 10
 """What tolerances are multiplied by where updates depend on others before them."""
 
+_SAME_LOGS = 2e-6
+"""Logged values that differ by no more are the same: Keras keeps metrics in float32.
+
+Losses of new weights are about the same for every sample, and so are their wrong means.
+"""
+
 _NO_ROUNDING = 100
 """More than so many tolerances is never rounding."""
 
@@ -189,7 +195,8 @@ class SelfCheck:
         tolerance *= _WITH_DRAWS if has_draws else 1
         # A gradient that is nothing but rounding moves weights as far as others, with Adam.
         tolerance *= _AFTER_UPDATES if self._phases.runs_again else 1
-        found = _above(differences(whole, cut), tolerance)
+        every_item = differences(whole, cut)
+        found = _above(every_item, tolerance)
         if not found:
             return [], False
         again = self._run(trial.outcome, every, trial.count)
@@ -209,7 +216,10 @@ class SelfCheck:
             return [], False
         if self._finds_sums(trial, whole, cut, found):
             return [], True
-        return causes_of(self._model, trial, found, tolerance), False
+        logs = [size for item, size in every_item.items() if item.kind == LOG]
+        rounding = max(_SAME_LOGS, tolerance_of(_dtypes(self._model)) / 50)
+        logs_agree = max(logs, default=0.0) <= rounding
+        return causes_of(self._model, trial, found, tolerance, logs_agree=logs_agree), False
 
     def _finds_sums(self, trial: Trial, whole: Outcome, cut: Outcome, found: Any) -> bool:
         """Note which updates and logs of a custom `train_step` are sums; say if any is."""

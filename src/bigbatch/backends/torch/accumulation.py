@@ -36,6 +36,9 @@ class SameForAll:
         self._started = 0
         self._knows_step = False
         self._drawn: list[Drawn] = []
+        self._unknown: list[str] = []
+        self.in_blocks = False
+        """Whether several rows for each sample are in blocks in draws."""
         self.is_prepared = False
         """Whether it is known what the model does with samples."""
         self.once: dict[int, Any] = {}
@@ -50,13 +53,13 @@ class SameForAll:
         self._draws.places, self.is_prepared = told.places, True
         self.once.update((id(one), one) for one in told.once)
         self._written.update((id(one), one) for one in told.written)
-        self._drawn = told.drawn
+        self._drawn, self._unknown = told.drawn, told.unknown
 
     def learn(self, told: Told) -> None:
         """Use what a trial of the whole `train_step` has told."""
         self._draws.places, self.is_prepared, self._knows_step = told.places, True, True
         self.once.update((id(one), one) for one in told.once)
-        self._drawn = told.drawn
+        self._drawn, self._unknown = told.drawn, told.unknown
 
     def with_other_draws(self, *, is_whole: bool) -> list[str]:
         """Name what may draw other numbers than the full batch, by layers.
@@ -70,7 +73,8 @@ class SameForAll:
         draws = [one for one in self._drawn if differs(one, is_whole=is_whole, on_cpu=on_cpu)]
         layers = (self._model, *layers_of(self._model))
         owners = {id(seed): one.name for one in layers for seed in seed_generators_of(one)}
-        return list(dict.fromkeys(owners.get(id(one.seed), one.kind) for one in draws))
+        names = [owners.get(id(one.seed), one.kind) for one in draws]
+        return list(dict.fromkeys([*names, *self._unknown]))
 
     def others(self) -> list[Any]:
         """Return the state that every micro-batch changes, and the seeds."""
@@ -82,6 +86,12 @@ class SameForAll:
         """Whether samples may have random numbers of their own, by their place in the batch."""
         return self._draws.places is None or any(self._draws.places)
 
+    def draw_in_blocks(self, is_so: bool) -> bool:
+        """Say whether draws of several rows for each sample are in blocks, if there are any."""
+        can_be = any(rows > 1 for rows in self._draws.places or ())
+        self.in_blocks = self._draws.in_blocks = is_so and can_be
+        return can_be
+
     def assigned(self) -> list[Any]:
         """Return the tensors that a micro-batch may change beside metrics."""
         if not self._backend.has_custom_train_step(self._model):
@@ -90,7 +100,7 @@ class SameForAll:
 
     def few_samples(self, count: int) -> contextlib.AbstractContextManager[None]:
         """Return a block in which `count` samples are tried, and draw the same if cut."""
-        return replaced(self, _draws=WholeDraws(self._draws.places, count))
+        return replaced(self, _draws=WholeDraws(self._draws, count))
 
     def begin(self, start: int = 0) -> None:
         """Begin a batch whose samples are there from `start` on."""
@@ -179,9 +189,8 @@ class Accumulation:
         return False
 
     def draw_in_blocks(self, is_so: bool) -> bool:
-        """Say that the rows of a sample follow each other in every draw."""
-        del is_so
-        return False
+        """Say whether draws of several rows for each sample are in blocks, if there are any."""
+        return self._same.draw_in_blocks(is_so)
 
     def forget(self) -> None:
         """Do nothing: nothing is traced."""
@@ -198,7 +207,9 @@ class Accumulation:
     def add(self, context: Any, data: Any, size: int | None = None) -> None:
         """Run micro-batches of `size` samples, or one of all of them, and add them up."""
         count = batches.checked_count(data)
-        total = None if size is None else count
+        total = count
+        if size is None:  # a batch of several such calls, which has been counted for blocks
+            total = int(context[1]) if self._same.in_blocks else None
         size = size or count
         for start in range(0, count, size):
             rows = min(size, count - start)
@@ -209,10 +220,12 @@ class Accumulation:
     def change_once(self, context: Any, data: Any, size: int | None = None) -> None:
         """Run one micro-batch, and keep only what changes once per batch."""
         part = data if size is None else batches.first_rows(data, size)
-        others = Copies(self._same.others())
+        weights = [one for one in self.once.values() if one.requires_grad]
+        others = Copies([*self._same.others(), *weights])
         with torch.no_grad():
             for one in self.once.values():
-                one.copy_(self._before(one))
+                if not one.requires_grad:
+                    one.copy_(self._before(one))
         self._same.begin()
         with self._same.running(batches.checked_count(part), None):
             self._compute(context, batches.with_own_weights(part))

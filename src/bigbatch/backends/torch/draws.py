@@ -12,6 +12,10 @@ full batch if its draw goes on where that of the micro-batch before has ended:
 Normal draws come in blocks of 16, and have a stream of their own. On other devices a draw is
 not in the order of its rows: micro-batches draw numbers of their own, from the same
 distribution.
+
+A draw may have several rows for each sample. They follow each other, or are in blocks, each
+with a row of every sample: real and fake samples of a GAN that are concatenated. The check of
+the first batch finds out.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import math
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.backends.torch.compat import (
     BY_SHAPE,
@@ -52,11 +57,13 @@ class Draws:
     """The random draws of one batch, micro-batch by micro-batch."""
 
     def __init__(self) -> None:
-        self.places: list[bool] | None = None
-        """For each draw in turn, whether it is one for each sample, if that is known."""
-        self._generators: dict[int, Any] = {}
-        self._states: dict[int, Any] = {}
-        self._streams: dict[int, NormalStream] = {}
+        self.places: list[int] | None = None
+        """For each draw in turn, how many rows it has for each sample, if that is known."""
+        self.in_blocks = False
+        """Whether several rows for each sample are in blocks, each with one of every sample."""
+        self._generators: dict[Any, Any] = {}
+        self._states: dict[Any, Any] = {}
+        self._streams: dict[Any, NormalStream] = {}
         self._number = 0
         self._rows: tuple[int, int, int | None] = (0, 0, None)
 
@@ -89,19 +96,28 @@ class Draws:
         with replaced(module, **instead), replaced(torch.nn.functional, dropout=unseeded):
             yield
 
-    def _is_of_samples(self, shape: Any) -> bool:
-        """Say whether the next draw is one for each sample, given its shape."""
+    def _rows_per_sample(self, shape: Any) -> int:
+        """Return how many rows the next draw has for each sample, given its shape."""
         number, self._number = self._number, self._number + 1
         if self.places is not None and number < len(self.places):
             return self.places[number]
-        return bool(len(shape)) and shape[0] == self._rows[1]
+        return int(bool(len(shape)) and shape[0] == self._rows[1])
 
     def _draw(self, draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Any:
         """Draw as usual, with the generator that the micro-batch before has used."""
         # A categorical draw has one row for each row of its logits.
-        if not self._is_of_samples(shape.shape if torch.is_tensor(shape) else shape):
+        logits = shape if torch.is_tensor(shape) else None
+        rows = self._rows_per_sample(shape if logits is None else logits.shape)
+        if not rows:
             return draw(shape, *args, **kwargs)
-        return self._with_generator(functools.partial(draw, shape, *args, **kwargs))
+        if not self._is_in_blocks(rows):
+            return self._with_generator(functools.partial(draw, shape, *args, **kwargs))
+
+        def draw_rows(here: slice) -> Any:
+            rest = (here.stop - here.start, *shape[1:]) if logits is None else logits[here]
+            return draw(rest, *args, **kwargs)
+
+        return self._blocks(draw_rows, rows, kwargs.get("seed"))
 
     def _with_generator(self, draw: Callable[[], Any]) -> Any:
         module, number = random_module(), self._number
@@ -114,11 +130,33 @@ class Draws:
         with replaced(module, torch_seed_generator=kept):
             return draw()
 
+    def _is_in_blocks(self, rows: int) -> bool:
+        return self.in_blocks and rows > 1 and self._rows[2] is not None
+
+    def _blocks(self, draw: Callable[[slice], Any], rows: int, seed: Any) -> Any:
+        """Draw the rows of this micro-batch in each block, from a generator for each.
+
+        `draw` is called with which rows of the micro-batch it is to draw.
+        """
+        module, (_, count, total) = random_module(), self._rows
+        assert total is not None
+        generator, parts = module.torch_seed_generator(seed), []  # which advances the seed
+        for block in range(rows):
+            key = self._number, block
+            is_first = key not in self._generators
+            kept = self._generators.setdefault(key, _copy_of(generator))
+            with replaced(module, torch_seed_generator=lambda _, kept=kept: kept):
+                left = block * total if is_first else 0
+                while left:  # the samples of the blocks before, a micro-batch's at a time
+                    left -= len(draw(slice(0, min(left, count))))
+                parts.append(draw(slice(block * count, (block + 1) * count)))
+        return torch.cat(parts)
+
     def _draw_globally(
         self, draw: Callable[..., Any], shape: Any, *args: Any, seed: Any = None, **kwargs: Any
     ) -> Any:
         """Draw numbers of its own in each micro-batch: how many it takes is not known."""
-        if self._is_of_samples(shape) and self._rows[0]:
+        if self._rows_per_sample(shape) and self._rows[0]:
             seed = drawn_seed(seed) + self._rows[0]
         return draw(shape, *args, seed=seed, **kwargs)
 
@@ -126,18 +164,29 @@ class Draws:
         self, draw: Callable[..., Any], shape: Any, *args: Any, seed: Any = None, **kwargs: Any
     ) -> Any:
         """Draw from the stream that the micro-batch before has drawn from."""
-        if not self._is_of_samples(shape):
+        rows = self._rows_per_sample(shape)
+        if not rows:
             return draw(shape, *args, seed=seed, **kwargs)
         module, (_, _, total) = random_module(), self._rows
         generator = module.torch_seed_generator(seed)  # which advances the seed
-        per_sample = math.prod(shape[1:])
-        numbers = None if total is None else total * per_sample
-        stream = self._streams.setdefault(self._number, NormalStream(generator, numbers))
-        with replaced(module, torch_seed_generator=lambda _: stream.generator):
-            values = stream.next(
-                math.prod(shape), lambda count: draw((count,), *args, seed=seed, **kwargs)
-            )
-        return values.reshape(tuple(shape))
+        blocks = rows if self._is_in_blocks(rows) else 1
+        of_row = math.prod(shape[1:])
+        numbers, here = None if total is None else total * rows * of_row, math.prod(shape)
+        parts = []
+        for block in range(blocks):
+            key = self._number, block
+            is_first = key not in self._streams
+            stream = self._streams.setdefault(key, NormalStream(_copy_of(generator), numbers))
+
+            def draw_flat(count: int, stream: NormalStream = stream) -> Any:
+                with replaced(module, torch_seed_generator=lambda _: stream.generator):
+                    return draw((count,), *args, seed=seed, **kwargs)
+
+            left = block * (total or 0) * of_row if is_first else 0
+            while left:  # the numbers of the blocks before, a micro-batch's at a time
+                left -= len(stream.next(min(left, here), draw_flat))
+            parts.append(stream.next(here // blocks, draw_flat))
+        return torch.cat(parts).reshape(tuple(shape))
 
     def _dropout(
         self,
@@ -151,8 +200,15 @@ class Draws:
         draw = functools.partial(dropout, inputs, rate, noise_shape, seed)
         if rate in (0.0, 1.0) or follows_torch(noise_shape, seed):
             return draw()
-        is_of_samples = self._is_of_samples(shape_of_noise(inputs, noise_shape))
-        return self._with_generator(draw) if is_of_samples else draw()
+        rows = self._rows_per_sample(shape_of_noise(inputs, noise_shape))
+        if not self._is_in_blocks(rows):
+            return self._with_generator(draw) if rows else draw()
+
+        def draw_rows(here: slice) -> Any:
+            rest = noise_shape and (here.stop - here.start, *noise_shape[1:])
+            return dropout(inputs[here], rate, rest, seed)
+
+        return self._blocks(draw_rows, rows, seed)
 
     def _unseeded(
         self,
@@ -165,21 +221,25 @@ class Draws:
         draw = functools.partial(dropout, input, p, training, inplace)
         if not training or p in (0.0, 1.0):
             return draw()
-        is_of_samples = self._is_of_samples(input.shape)
+        rows = self._rows_per_sample(input.shape)
         _, count, total = self._rows
-        if not is_of_samples or total is None or input.device.type != "cpu":
+        if not rows or total is None or input.device.type != "cpu":
             return draw()
-        number, here = self._number, torch.get_rng_state()
-        is_first = number not in self._states
+        here, parts = torch.get_rng_state(), []
+        blocks = rows if self._is_in_blocks(rows) else 1
+        is_first = (self._number, 0) not in self._states
+        for block, part in enumerate([input] if blocks == 1 else input.chunk(blocks)):
+            key = self._number, block
+            if not is_first:
+                torch.set_rng_state(self._states[key])
+            parts.append(dropout(part, p, training, inplace))
+            self._states[key] = torch.get_rng_state()
+            if is_first:
+                of_sample = rows // blocks * math.prod(input.shape[1:])
+                self._pass_over(part, p, (total - count) * of_sample)
         if not is_first:
-            torch.set_rng_state(self._states[number])
-        result = draw()
-        self._states[number] = torch.get_rng_state()
-        if is_first:
-            self._pass_over(input, p, (total - count) * math.prod(input.shape[1:]))
-        else:
             torch.set_rng_state(here)
-        return result
+        return parts[0] if blocks == 1 else input if inplace else torch.cat(parts)
 
     def _pass_over(self, inputs: Any, rate: float, count: int) -> None:
         """Draw the numbers of the samples that are not here, a micro-batch's at a time."""
@@ -188,26 +248,63 @@ class Draws:
             count -= chunk[:count].bernoulli_(1 - rate).numel()
 
 
+def _copy_of(generator: Any) -> Any:
+    copy = torch.Generator(device=generator.device)
+    copy.set_state(generator.get_state())
+    return copy
+
+
+class _OfTorch(TorchDispatchMode):
+    """Sees what draws from the generator of torch."""
+
+    def __init__(self, see: Callable[[str], None]) -> None:
+        super().__init__()
+        self._see = see
+        self.is_known = False
+        """Whether it is part of a draw that has been seen."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
+        has_generator = any(isinstance(one, torch.Generator) for one in given)
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and not has_generator
+        if is_draw and not self.is_known:
+            self._see(f"torch.{func.overloadpacket.__name__}")
+        return func(*args, **kwargs)
+
+
 @contextlib.contextmanager
-def watching_draws(see: Callable[[Drawn], None]) -> Iterator[None]:
-    """Return a block in which `see` is called with each draw."""
+def watching_draws(
+    see: Callable[[Drawn], None], see_other: Callable[[str], None] = lambda _: None
+) -> Iterator[None]:
+    """Return a block in which `see` is called with each draw.
+
+    `see_other` is called with the names of functions of torch that draw by themselves.
+    """
     module, of_torch = random_module(), torch.nn.functional
     seeds: list[Any] = [None]
+    others = _OfTorch(see_other)
 
     def watched(
         name: str, draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        drawn = draw(shape, *args, **kwargs)
+        with replaced(others, is_known=True):
+            drawn = draw(shape, *args, **kwargs)
         first = tuple(shape.shape if torch.is_tensor(shape) else shape)
         see(Drawn(first, name, kwargs.get("seed"), drawn.dtype))
         return drawn
 
     def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
-        if rate not in (0.0, 1.0) and not follows_torch(noise_shape, seed):
+        is_seeded = rate not in (0.0, 1.0) and not follows_torch(noise_shape, seed)
+        if is_seeded:
             see(Drawn(shape_of_noise(inputs, noise_shape), "dropout", seed))
         seeds.append(seed)
         try:
-            return originals[0](inputs, rate, noise_shape, seed)
+            with replaced(others, is_known=is_seeded):
+                return originals[0](inputs, rate, noise_shape, seed)
         finally:
             seeds.pop()
 
@@ -217,16 +314,19 @@ def watching_draws(see: Callable[[Drawn], None]) -> Iterator[None]:
         training: bool = True,
         inplace: bool = False,
     ) -> Any:
-        if training and p not in (0.0, 1.0):
+        # A function mode of torch calls what stands in the place of dropout once more.
+        if training and p not in (0.0, 1.0) and not others.is_known:
             see(Drawn(tuple(input.shape), UNSEEDED, seeds[-1]))
-        return originals[1](input, p, training, inplace)
+        with replaced(others, is_known=True):
+            return originals[1](input, p, training, inplace)
 
     originals = module.dropout, of_torch.dropout
     instead = {
         name: functools.partial(watched, name, getattr(module, name))
         for name in (*BY_SHAPE, "normal", *WITH_GLOBAL_SEED, "categorical")
     }
-    with replaced(module, **instead, dropout=dropout), replaced(of_torch, dropout=unseeded):
+    in_module = replaced(module, **instead, dropout=dropout)
+    with in_module, replaced(of_torch, dropout=unseeded), others:
         yield
 
 

@@ -51,11 +51,12 @@ def told_by_step(
         return independent_of(data, operations, equal)
 
     operations = Operations(variables, same)
-    with watching_draws(draws[1].append), noting(operations):
+    unknown: list[str] = []
+    with watching_draws(draws[1].append, unknown.append), noting(operations):
         run(batches.with_own_weights(data))
     places = places_of(draws, [batches.sample_count(other), count])
     written = operations.written(candidates)
-    return Told(places, operations.same, written, of_samples(draws[1], places))
+    return Told(places, operations.same, written, of_samples(draws[1], places), unknown)
 
 
 def kept_by(backend: Backend, model: Any) -> list[Any]:

@@ -22,14 +22,16 @@ _TRIALS = ((2, 0), (3, 1))
 class Told(NamedTuple):
     """What a trial has told."""
 
-    places: list[bool] | None
-    """For each draw in turn, whether it is one for each sample; `None` if nothing is known."""
+    places: list[int] | None
+    """For each draw in turn, how many rows it has for each sample; `None` if not known."""
     once: list[Any]
     """The tensors whose new value does not depend on samples: they change once per batch."""
     written: list[Any]
     """The variables of the model, but for metrics, that a call changes."""
     drawn: list[Drawn]
     """The draws that have numbers for each sample."""
+    unknown: list[str]
+    """The functions of torch that drew from its own generator, beside dropout."""
 
 
 def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
@@ -37,32 +39,37 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     draws: list[list[Drawn]] = []
     values: list[list[Any]] = []
     written: dict[int, Any] = {}
-    candidates = candidates_of(backend, model, backend.state_of(model))
     variables = [backend.native(variable) for variable in model.variables]
-    with unchanged(variables), contextlib.suppress(Exception):  # it is left to training then
+    state = [*backend.state_of(model), *variables]  # spectral normalisation assigns a weight
+    candidates = candidates_of(backend, model, list({id(one): one for one in state}.values()))
+    unknown: list[str] = []
+    # If it fails, it is left to training.
+    with unchanged(state) as put_back, contextlib.suppress(Exception):
         for count, fill in _TRIALS:
             seen: list[Drawn] = []
             x, _, _ = backend.unpacked(batches.samples_of(types, count, fill))
             operations = Operations(variables, lambda _: [])
-            with backend.without_effects(model), watching_draws(seen.append):
+            with backend.without_effects(model), watching_draws(seen.append, unknown.append):
                 with noting(operations):
                     backend.call(model, x, training=True)
                 written.update((id(one), one) for one in operations.written(variables))
                 values.append([one.detach().clone() for one in candidates])
+            put_back()
             draws.append(seen)
     if len(values) < len(_TRIALS) or len(draws[0]) != len(draws[1]):
-        return Told(None, [], list(written.values()), [])
+        return Told(None, [], list(written.values()), [], unknown)
     same = [
         one
         for one, new, other in zip(candidates, *values)
         if torch.equal(new, other) and not torch.equal(one, new)
     ]
     places = places_of(draws, [count for count, _ in _TRIALS])
-    return Told(places, same, list(written.values()), of_samples(draws[0], places))
+    drawn = of_samples(draws[0], places)
+    return Told(places, same, list(written.values()), drawn, unknown)
 
 
-def places_of(draws: list[list[Drawn]], counts: list[int]) -> list[bool] | None:
-    """Return for each draw in turn whether it is one for each sample; `None` if that differs.
+def places_of(draws: list[list[Drawn]], counts: list[int]) -> list[int] | None:
+    """Return how many rows each draw has for each sample, in turn; `None` if draws differ.
 
     Args:
         draws: the draws of each of two trials.
@@ -70,12 +77,15 @@ def places_of(draws: list[list[Drawn]], counts: list[int]) -> list[bool] | None:
     """
     if len(draws[0]) != len(draws[1]):
         return None
-    pairs = zip(*draws)
-    firsts = [[[int(one) for one in draw.shape[:1]] for draw in pair] for pair in pairs]
-    return [pair == [[count] for count in counts] for pair in firsts]
+    firsts = [[sum(one.shape[:1]) for one in pair] for pair in zip(*draws)]
+    rows = [first // counts[0] for first, _ in firsts]
+    return [
+        of_sample if pair == [of_sample * count for count in counts] else 0
+        for pair, of_sample in zip(firsts, rows)
+    ]
 
 
-def of_samples(draws: list[Drawn], places: list[bool] | None) -> list[Drawn]:
+def of_samples(draws: list[Drawn], places: list[int] | None) -> list[Drawn]:
     """Return the draws that have numbers for each sample."""
     return [one for one, is_so in zip(draws, places or ()) if is_so]
 

@@ -19,27 +19,27 @@ class WholeDraws(Draws):
     told by the banner, and must not hide what else differs.
 
     Args:
-        places: for each draw in turn, whether it is one for each sample, if that is known.
+        like: the draws of training.
         total: the samples of all micro-batches.
     """
 
-    def __init__(self, places: list[bool] | None, total: int) -> None:
+    def __init__(self, like: Draws, total: int) -> None:
         super().__init__()
-        self.places = places
+        self.places, self.in_blocks = like.places, like.in_blocks
         self._total = total
         self._is_inside = False
 
     def _draw(self, draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Any:
         is_of_logits = torch.is_tensor(shape)
-        is_of_samples = self._is_of_samples(shape.shape if is_of_logits else shape)
-        if self._is_inside or not is_of_samples:  # inside: a draw that another one makes
+        rows = self._rows_per_sample(shape.shape if is_of_logits else shape)
+        if self._is_inside or not rows:  # inside: a draw that another one makes
             return draw(shape, *args, **kwargs)
-        whole = (self._total, *(shape.shape if is_of_logits else shape)[1:])
+        whole = (rows * self._total, *(shape.shape if is_of_logits else shape)[1:])
         if is_of_logits:
             logits = shape.new_zeros(whole)
-            logits[self._here] = shape
+            logits[self._here(rows)] = shape
             whole = logits
-        return self._rows_of(functools.partial(draw, whole, *args, **kwargs))
+        return self._rows_of(functools.partial(draw, whole, *args, **kwargs), rows)
 
     _normal = _draw
 
@@ -52,10 +52,13 @@ class WholeDraws(Draws):
         inplace: bool = False,
     ) -> Any:
         is_random = training and p not in (0.0, 1.0)
-        if self._is_inside or not is_random or not self._is_of_samples(input.shape):
+        if self._is_inside or not is_random:
             return dropout(input, p, training, inplace)
-        ones = input.detach().new_ones((self._total, *input.shape[1:]))
-        kept = input * self._rows_of(functools.partial(dropout, ones, p))
+        rows = self._rows_per_sample(input.shape)
+        if not rows:
+            return dropout(input, p, training, inplace)
+        ones = input.detach().new_ones((rows * self._total, *input.shape[1:]))
+        kept = input * self._rows_of(functools.partial(dropout, ones, p), rows)
         return input.copy_(kept) if inplace else kept
 
     def _dropout(
@@ -69,21 +72,24 @@ class WholeDraws(Draws):
         draw = functools.partial(dropout, rate=rate, seed=seed)
         if rate in (0.0, 1.0) or follows_torch(noise_shape, seed):
             return draw(inputs, noise_shape=noise_shape)
-        if not self._is_of_samples(shape_of_noise(inputs, noise_shape)):
+        rows = self._rows_per_sample(shape_of_noise(inputs, noise_shape))
+        if not rows:
             return draw(inputs, noise_shape=noise_shape)
         if noise_shape is not None:
-            noise_shape = (self._total, *noise_shape[1:])
-        ones = inputs.new_ones((self._total, *inputs.shape[1:]))
+            noise_shape = (rows * self._total, *noise_shape[1:])
+        ones = inputs.new_ones((rows * self._total, *inputs.shape[1:]))
         return inputs * self._rows_of(
-            functools.partial(draw, ones.detach(), noise_shape=noise_shape)
+            functools.partial(draw, ones.detach(), noise_shape=noise_shape), rows
         )
 
-    @property
-    def _here(self) -> slice:
+    def _here(self, rows: int) -> Any:
         start, count, _ = self._rows
-        return slice(start, start + count)
+        if not self.in_blocks:
+            return slice(rows * start, rows * (start + count))
+        every = torch.arange(rows * self._total).reshape(rows, self._total)
+        return every[:, start : start + count].flatten()
 
-    def _rows_of(self, draw: Callable[[], Any]) -> Any:
+    def _rows_of(self, draw: Callable[[], Any], rows: int) -> Any:
         """Return the rows of this micro-batch; the generator of torch goes on only once."""
         number, now = self._number, generator_states()
         is_first = number not in self._states
@@ -92,9 +98,9 @@ class WholeDraws(Draws):
         self._states.setdefault(number, now)
         self._is_inside = True
         try:
-            rows = draw()[self._here]
+            drawn = draw()[self._here(rows)]
         finally:
             self._is_inside = False
         if not is_first:
             set_generator_states(now)
-        return rows
+        return drawn
