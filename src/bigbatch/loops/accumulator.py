@@ -244,10 +244,12 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         kinds = self._window.kinds_now()
         if self._optimizer.is_traced:
             # A change of the optimizer's settings calls for a new trace.
-            self._graph(self._update, kinds, self._optimizer.settings())()
+            update = self._graph(self._update_and_open, kinds, self._optimizer.settings())
         else:
             self._apply(self._graph(self._window.mean, kinds)())
-        self._window.open(length, kinds)
+            update = self._graph(self._window.open, kinds)
+        update(tf.convert_to_tensor(length, tf.int64))
+        self._window.reserve()
 
     def _traced_update(self, due: Any) -> Any:
         """Update, if it is due, inside the caller's graph.
@@ -277,8 +279,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         else:
             length = tf.constant(self._length_after(0))
         with tf.control_dependencies([length]):
-            self._update(kinds)
-            self._window.open(length, kinds)
+            self._update_and_open(kinds, length)
+            self._window.reserve()
         return True
 
     def _unforeseen_update(self) -> Any:
@@ -305,7 +307,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     def _graph(
         self, function: Callable[..., Any], kinds: tuple[int, ...], settings: Any = None
     ) -> Any:
-        """Return `function(kinds)`, traced once for a set of variables that have gradients.
+        """Return `function` of `kinds` and of tensors, traced once for a set of kinds.
 
         TensorFlow, too, could look it up by its arguments, and takes milliseconds for many;
         and for every call a quarter of one, for the variables of a graph.
@@ -315,15 +317,23 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             return self._graphs[key]
         traced = tf.function(functools.partial(function, kinds), autograph=False)
 
-        def first() -> Any:
-            result = traced()  # may create variables: some optimizers do
-            self._graphs[key] = traced.get_concrete_function()
+        def first(*tensors: Any) -> Any:
+            result = traced(*tensors)  # may create variables: some optimizers do
+            self._graphs[key] = traced.get_concrete_function(*tensors)
             return result
 
         return first
 
-    def _update(self, kinds: tuple[int, ...]) -> None:
+    def _update_and_open(self, kinds: tuple[int, ...], length: Any) -> None:
+        """Update with a window that holds these kinds and begin the next, in a graph."""
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
         self._apply(self._window.mean(kinds))
+        changes = [op for op in graph.get_operations()[before:] if not op.outputs]
+        # Zeros for the next window come when the sums of this one have been used: before, they
+        # would be one more gradient set in memory.
+        with tf.control_dependencies([tf.group(*changes)]):
+            self._window.open(kinds, length)
 
     def _apply(self, gradients: list[Any]) -> None:
         self._optimizer.apply(self._window.strategy, gradients)

@@ -44,7 +44,6 @@ class GradientWindow:
         # Reductions over replicas are packed only in a graph.
         self._compiled_sums = tf.function(self._sums, autograph=False)
         self._compiled_reset = tf.function(self._reset, autograph=False)
-        self._compiled_open: dict[tuple[int, ...], Any] = {}
         self._compiled_reserve = tf.function(self._reserve_rows, autograph=False)
 
     def refuse_replica_context(self, name: str) -> None:
@@ -166,16 +165,18 @@ class GradientWindow:
             for variable, value in zip(self._variables, sums)
         ]
 
-    def open(self, length: Any, kinds: tuple[int, ...]) -> None:
-        """Begin the next window, after an update of one that held these kinds."""
-        with outside_strategy_scope():
-            if kinds not in self._compiled_open:
-                function = tf.function(functools.partial(self._open, kinds), autograph=False)
-                self._compiled_open[kinds] = function.get_concrete_function(
-                    tf.TensorSpec([], tf.int64)
-                )
-            self._compiled_open[kinds](tf.convert_to_tensor(length, tf.int64))
-        self._reserve()
+    def open(self, kinds: tuple[int, ...], length: Any) -> None:
+        """Begin the next window, after an update of one that held these kinds, in a graph."""
+        self._reset(kinds)
+        self.updates.assign_add(1)
+        self.length.assign(length)
+
+    def reserve(self) -> None:
+        """Make room on every replica for functions that XLA has compiled."""
+        rows = tuple(buffer.rows_per_microbatch for buffer in self._buffers)
+        if any(rows):
+            with outside_strategy_scope():
+                self._compiled_reserve(rows)
 
     def reset(self) -> None:
         """Forget what the window holds."""
@@ -218,7 +219,7 @@ class GradientWindow:
             tf.function(lambda: self.strategy.run(put), autograph=False)()
             self.updates.assign(arrays["updates"])
             self.length.assign(length)
-            self._reserve()
+            self.reserve()
 
     def _sums(self, kinds: tuple[int, ...]) -> list[Any]:
         """Return the weight and the sums of the window over all replicas."""
@@ -229,12 +230,6 @@ class GradientWindow:
 
         return replicas.sum_from_outside(self.strategy, self._variables, local)
 
-    def _reserve(self) -> None:
-        """Make room on every replica for functions that XLA has compiled."""
-        rows = tuple(buffer.rows_per_microbatch for buffer in self._buffers)
-        if any(rows):
-            self._compiled_reserve(rows)
-
     def _reserve_rows(self, rows: tuple[int, ...]) -> None:
         def local() -> None:
             for buffer, count in zip(self._buffers, rows):
@@ -242,11 +237,6 @@ class GradientWindow:
                     buffer.reserve(self.length)
 
         self.strategy.run(local)
-
-    def _open(self, kinds: tuple[int, ...], length: Any) -> None:
-        self._reset(kinds)
-        self.updates.assign_add(1)
-        self.length.assign(length)
 
     def _reset(self, kinds: tuple[int, ...] | None = None) -> None:
         def local() -> None:
