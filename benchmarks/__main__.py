@@ -19,6 +19,7 @@ SECTIONS = {
     "growth": "how time grows with k, the number of variables, their bytes, replicas",
     "memory": "peak allocator bytes, in all and beyond one micro-batch's step",
     "exact": "what exact batch normalisation takes, by what is stored between stages",
+    "counts": "graph operations, traces, bytes and compilations, which CI compares",
     "tracing": "first calls, number of traces, import",
     "options": "what NoiseScale, coupled=True and microbatch_size='auto' cost",
     "workers": "bytes and reductions per update between two processes, and the cost model",

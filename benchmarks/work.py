@@ -74,11 +74,11 @@ def smallest() -> Any:
     return tiny(2)
 
 
-def embedding() -> Any:
+def embedding(rows: int = TABLE[0]) -> Any:
     return keras.Sequential(
         [
             keras.Input((16,), dtype="int32"),
-            keras.layers.Embedding(*TABLE),
+            keras.layers.Embedding(rows, TABLE[1]),
             keras.layers.GlobalAveragePooling1D(),
             CountTraces(),
             _head(),
