@@ -68,22 +68,38 @@ class Split(InFit):
     setting: Any = MICROBATCH
     coupled = False
 
+    def __init__(
+        self, work: Work, jit_compile: bool, *, sparse_gradients: Any = "rows", **options: Any
+    ) -> None:
+        self._sparse_gradients = sparse_gradients
+        super().__init__(work, jit_compile, **options)
+
     def _model(self, work: Work) -> Any:
         return bigbatch.accumulate(
-            work.make_model(), microbatch_size=self.setting, coupled=self.coupled
+            work.make_model(),
+            microbatch_size=self.setting,
+            coupled=self.coupled,
+            sparse_gradients=self._sparse_gradients,
         )
 
 
 class Window(InFit):
     """Trains with windows of k batches; replicas share the batches of a window."""
 
-    def __init__(self, work: Work, jit_compile: bool) -> None:
+    def __init__(
+        self, work: Work, jit_compile: bool, *, sparse_gradients: Any = "rows"
+    ) -> None:
         super().__init__(work, jit_compile)
+        self._sparse_gradients = sparse_gradients
         self._replicas = tf.distribute.get_strategy().num_replicas_in_sync
 
     def _prepare(self, k: int) -> None:
         super()._prepare(k)
-        bigbatch.accumulate(self.model, accumulation_steps=k // self._replicas)
+        bigbatch.accumulate(
+            self.model,
+            accumulation_steps=k // self._replicas,
+            sparse_gradients=self._sparse_gradients,
+        )
 
     def batch_size(self, k: int) -> int:
         """Return the size of the batches that are trained on."""

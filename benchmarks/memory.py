@@ -30,6 +30,7 @@ from benchmarks.measuring import (
     write,
 )
 from benchmarks.work import DEEP, TABLE, WIDE, Work
+from bigbatch.core.sparse_gradients import CHOICES
 
 STEPS = (1, 4, 16, 64)
 CANDIDATES = (FULL_BATCH, SPLIT, WINDOW, KERAS, BATCHES, BY_HAND)
@@ -42,6 +43,7 @@ def run(settings: Settings) -> None:
     _in_one_order(settings)
     peaks: dict[str, dict[str, list[float]]] = {}
     lines = ["## With k", "", *_with_k(settings, peaks)]
+    lines += ["", "## Rows of embedding tables, or dense sums", "", *sparse(settings)]
     lines += ["", "## With the number of variables", ""]
     lines += _sizes("variables", settings.some(DEEP.items()))
     lines += ["", "## With the bytes of the variables", ""]
@@ -103,6 +105,20 @@ def _with_k(settings: Settings, peaks: dict[str, dict[str, list[float]]]) -> lis
     return table((*headings, "in gradient sets"), rows)
 
 
+def sparse(settings: Settings) -> list[str]:
+    """Return a table of what `sparse_gradients` makes of the transformer's embedding table."""
+    steps = settings.some((STEPS[0], STEPS[-1]))
+    rows = []
+    for work in settings.works("transformer"):
+        for candidate in (SPLIT, WINDOW):
+            for choice in CHOICES:
+                found = _peaks(work, candidate, steps, sparse_gradients=choice)
+                rows.append([candidate, choice, *(f"{peak / MIB:.1f}" for peak in found)])
+                print("  ".join(rows[-1]), flush=True)
+    headings = ("candidate", "sparse_gradients", *(f"k = {k} (MiB)" for k in steps))
+    return table(headings, rows)
+
+
 _HEADINGS = (
     "one step (MiB)",
     f"split, k = {K}, beyond it (MiB)",
@@ -137,10 +153,10 @@ def _beyond_one_step(work: Work, replicas: int = 1) -> list[str]:
     return cells
 
 
-def _peaks(work: Work, candidate: str, steps: Any) -> list[int]:
+def _peaks(work: Work, candidate: str, steps: Any, **options: Any) -> list[int]:
     """Return the peak of an update of k micro-batches, for each k."""
     keras.utils.set_random_seed(0)
-    made = {**IN_FIT, **IN_LOOPS}[candidate](work, False)
+    made = {**IN_FIT, **IN_LOOPS}[candidate](work, False, **options)
 
     def peak(k: int) -> int:
         data = batches(work, made.batch_size(k), k)

@@ -35,13 +35,17 @@ COLOURS = {
 
 def speed(means: dict[str, dict[str, float]], path: Path) -> None:
     """Draw the time per update of each candidate, relative to the limit."""
-    shown = (FULL_BATCH, SPLIT, WINDOW, BATCHES, ACCUMULATOR, KERAS, BY_HAND)
+    shown = (SPLIT, WINDOW, BATCHES, ACCUMULATOR, KERAS, BY_HAND)
     figure, axes = plt.subplots(figsize=(10, 4.6), layout="constrained")
     wide = 0.8 / len(shown)
     for index, name in enumerate(shown):
         heights = [of.get(name, 0) for of in means.values()]
         where = [place + (index - len(shown) / 2 + 0.5) * wide for place in range(len(means))]
         axes.bar(where, heights, wide, label=name, color=COLOURS[name])
+    full = [of[FULL_BATCH] for of in means.values()]
+    left = [place - 0.45 for place in range(len(means))]
+    right = [place + 0.45 for place in range(len(means))]
+    axes.hlines(full, left, right, color=COLOURS[FULL_BATCH], linewidth=2.5, label=FULL_BATCH)
     axes.axhline(1, color="black", linewidth=1, linestyle="--")
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     axes.text(len(means) - 0.5, 1, "limit", va="center", fontsize=9, bbox=box)
