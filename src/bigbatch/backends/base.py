@@ -108,8 +108,12 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
         exact: Storage | None = None,
+        made: Callable[[], list[Any]] = list,
     ) -> Any:
-        """Return what runs a function on micro-batches and adds up: see `Accumulation`."""
+        """Return what runs a function on micro-batches and adds up: see `Accumulation`.
+
+        `made` returns the `UpdateResults` that are assigned in micro-batches.
+        """
 
     @abc.abstractmethod
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:

@@ -13,14 +13,21 @@ class Defaults:
     """The part of the interface that a backend need not have, with what is done then."""
 
     def update_function(
-        self, model: Any, update: Callable[[Any], Any], others: list[Any]
+        self,
+        model: Any,
+        update: Callable[[Any], Any],
+        others: list[Any],
+        *,
+        overwrites: bool = True,
     ) -> Callable[[Any], Any]:
         """Return a function that updates a model, and other variables, as one graph.
+
+        It may overwrite the memory of weights, unless the values of before are still needed.
 
         It is called with what `reduce` returned. Where one graph holds the micro-batches, too,
         it is the function itself.
         """
-        del model, others
+        del model, others, overwrites
         return update
 
     def train_function(

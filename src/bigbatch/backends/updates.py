@@ -67,6 +67,20 @@ class SeveralUpdates:
         del model, captured, values, apart, same
         return None
 
+    def note_update(self, captured: Any) -> None:
+        """Note an update that is captured, where the `train_step` makes it."""
+        del captured
+
+    def shows_order_later(self, model: Any, same: Any) -> bool:
+        """Say whether `order_of_trace` will know what `order_of_updates` does not."""
+        del model, same
+        return False
+
+    def order_of_trace(self, accumulation: Any) -> Order | None:
+        """Return what `order_of_updates` does, of micro-batches that have been traced."""
+        del accumulation
+        return None
+
     def discarding(self, model: Any, updates: Iterable[Any]) -> Block[Any]:
         """Return a block that leaves nothing in a graph; run eagerly, it changes no weights.
 

@@ -200,8 +200,13 @@ class MicroBatch:
         backend, places = self.backend, self._places()
         order = backend.order_of_updates(self.model, given, values, places, vector)
         self.order = order or self.order
-        if self.order is None and len(given) > 1:
+        is_known = self.order or backend.shows_order_later(self.model, vector)
+        if not is_known and len(given) > 1:
             raise ContextError(_SEVERAL_UPDATES)
+
+    def results(self) -> list[Any]:
+        """Return the results that micro-batches are given of updates made before."""
+        return [self.made[number] for number in range(self.part.first)]
 
     def keep(self, captured: CapturedGradients, weight: Any = None) -> list[Any]:
         """Weight gradients, and add those up that can be; return all of them, weighted."""
@@ -358,6 +363,7 @@ class _Updates:
                 # Divided by what they were weighted by, but for one factor of the samples.
                 norm = backend.ops.divided(backend.ops.squared_norm(weighted), self._share)
                 self.squared_norms.append(norm)
+            backend.note_update(one)
         elif one.number < part.first:
             microbatch.made[one.number].assign()
         is_done = part.is_done_after(one.number)

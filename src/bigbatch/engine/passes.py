@@ -80,7 +80,9 @@ class Passes:
         microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan, self._sparse)
         choice = {"exact": self.storage} if self.storage else {}
         kept = microbatch.kept
-        runs = self._backend.accumulation(model, microbatch.run, kept, self.before, **choice)
+        runs = self._backend.accumulation(
+            model, microbatch.run, kept, self.before, made=microbatch.results, **choice
+        )
         return PassRun(microbatch, runs, Update(model, microbatch))
 
     @property
@@ -112,7 +114,9 @@ class Passes:
             types: the types of a batch.
             size: samples per micro-batch, for a model that must know them.
         """
-        self._make(self.all_updates.microbatch.lengths)
+        microbatch, runs = self.all_updates.microbatch, self.all_updates.runs
+        microbatch.order = self._backend.order_of_trace(runs) or microbatch.order
+        self._make(microbatch.lengths)
         for one in self._others():
             one.runs.prepare(types, size)
         self.say_remarks()

@@ -290,7 +290,9 @@ class Phases(PhaseState):
             statistics = self.microbatch.statistics
             others = statistics.variables if statistics else []
             make = self._backend.update_function
-            self._updates[id(update)] = make(self._model, update.apply, others)
+            self._updates[id(update)] = make(
+                self._model, update.apply, others, overwrites=not self.runs_again
+            )
         return self._updates[id(update)](totals)
 
     def settle(self, data: Any, size: Any) -> None:

@@ -276,7 +276,8 @@ class SelfCheck:
             if switch is not None:
                 self._backend.on_replicas(self._model, lambda: switch.assign(value))
 
-        runs, undone = self._phases.passes[0].runs, self._backend.few_samples.undone
+        runs = [one.runs for one in self._phases.passes]
+        undone = self._backend.few_samples.undone
         with undone(self._model, runs, trial.count, trial.touched) as put_back:
             trial.put_back = put_back
             turn(True)

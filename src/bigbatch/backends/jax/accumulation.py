@@ -16,66 +16,54 @@ import jax.numpy as jnp
 
 from bigbatch.backends.jax import data as batches
 from bigbatch.backends.jax.compat import number_of_terms, quickly, seeds_of
-from bigbatch.backends.jax.dependence import independent_outputs, is_added_to
-from bigbatch.backends.jax.draws import MicrobatchRows, drawing, places_of
+from bigbatch.backends.jax.dependence import is_added_to
 from bigbatch.backends.jax.memory import note_bytes_of, noticing
-from bigbatch.backends.jax.ops import Rows, weight_dtype, widened
+from bigbatch.backends.jax.ops import Rows, widened
 from bigbatch.backends.jax.shards import ShardedSums, Shards, current_shards
-from bigbatch.backends.jax.state import assign, scope_of, values_of, variables_of
+from bigbatch.backends.jax.state import assign
+from bigbatch.backends.jax.steps import UpdateResults
+from bigbatch.backends.jax.traced import CHANGES_ITSELF, TracedMicrobatch
+from bigbatch.errors import ContextError
 
 
-class Accumulation:
+class Accumulation(TracedMicrobatch):
     """The sum of `compute` over the micro-batches of a batch.
 
     Args:
         model: a built and compiled Keras model.
         compute: called with a vector of numbers that are the same for the whole batch, and the
             data of a micro-batch; returns a nest of arrays, and may assign variables.
+        before: returns the value that a variable had before the batch.
+        made: returns the results of updates that micro-batches make again.
         is_eager: whether to compile nothing.
     """
 
     def __init__(
-        self, model: Any, compute: Callable[[Any, Any], Any], *, is_eager: bool
+        self,
+        model: Any,
+        compute: Callable[[Any, Any], Any],
+        before: Callable[[Any], Any],
+        made: Callable[[], list[UpdateResults]],
+        *,
+        is_eager: bool,
     ) -> None:
-        self._model = model
-        self._compute = compute
-        self._is_eager = is_eager
-        self.once: dict[int, Any] = {}
-        """The variables that change once per batch: the same for any samples. By `id`."""
-        self.changed: dict[int, Any] = {}
-        """Those, and others, if updates are to be undone: never here."""
-        self.forget()
+        self._before, self._is_eager = before, is_eager
+        super().__init__(model, compute, made)
 
     def prepare(self, types: Any, size: int | None) -> None:
         """Trace `compute` for data of such types: what it sums, draws, and assigns once."""
-        if self._is_eager:
-            # What only runs eagerly tells nothing; but seeds never depend on samples.
+        if self._is_eager:  # seeds never depend on samples
             self.once.update((id(one), one) for one in seeds_of(self._model))
-            with contextlib.suppress(Exception):
-                self._look_at(types, size)
-            return
-        self._look_at(types, size)
-
-    def _look_at(self, types: Any, size: int | None) -> None:
-        count = batches.sample_count(types)
-        count = min(count, size) if size else count
-        arguments = self._abstract_arguments(types, count)
-        traced = self._program.trace(*arguments)
-        drawn = self._drawn
-        if drawn:
-            other = self._abstract_arguments(types, count + 1)
-            # A model may be made for one size only: then a draw of as many rows is theirs.
-            with contextlib.suppress(Exception):
-                jax.eval_shape(self._pure, *other)
-            places = places_of(drawn, self._drawn, count)
-            if places != self._places:
-                self._start_anew(places)
-                traced = self._program.trace(*arguments)
-        self._shapes = traced.out_info[0]
-        self._effects |= {type(one).__name__ for one in traced.jaxpr.effects}
-        self._find_once(traced.jaxpr, arguments)
+        try:
+            traced = self._look_at(types, size)
+        except ContextError:
+            raise
+        except Exception:
+            if not self._is_eager:
+                raise
+            return  # what only runs eagerly tells nothing
         if self._sharded is None and not self.remarks:
-            self._shard(traced.jaxpr, arguments)
+            self._shard(*traced)
 
     def _shard(self, jaxpr: Any, arguments: tuple[Any, ...]) -> None:
         """Let each device add up what it runs, if there are several and nothing forbids it."""
@@ -94,11 +82,13 @@ class Accumulation:
     def _sums_on(self, shards: Shards, jaxpr: Any, arguments: tuple[Any, ...]) -> ShardedSums:
         if self._is_eager:
             raise NotImplementedError("micro-batches are not compiled")
+        if self._given:
+            raise NotImplementedError("train_step changes weights before an update")
         if any(self._is_rows):
             raise NotImplementedError("something is logged, or kept, for every sample")
         variables = self._changing()
         before = len(jax.tree.leaves(arguments[0]))
-        outputs = len(jaxpr.jaxpr.outvars) - len(variables)
+        outputs = self._changing_outputs(jaxpr).start
         for number, one in enumerate(variables):
             is_sum = is_added_to(jaxpr.jaxpr, outputs + number, before + number)
             if id(one) not in self.once and not (self._is_metric(one) and is_sum):
@@ -109,80 +99,14 @@ class Accumulation:
         sharded.lowered(*self._abstract_arguments(data, batches.sample_count(data)))
         return sharded
 
-    def _find_once(self, jaxpr: Any, arguments: tuple[Any, ...]) -> None:
-        """Note which variables get a value that does not depend on samples."""
-        sizes = [len(jax.tree.leaves(one)) for one in arguments]
-        state_inputs = range(sizes[0], sizes[0] + sizes[1])
-        sample_inputs = range(sum(sizes[:-1]), sum(sizes))
-        outputs = range(len(jaxpr.jaxpr.outvars) - sizes[1], len(jaxpr.jaxpr.outvars))
-        same = independent_outputs(jaxpr.jaxpr, sample_inputs, dict(zip(outputs, state_inputs)))
-        for variable, output in zip(self._changing(), outputs):
-            if output in same and not self._is_metric(variable):
-                self.once[id(variable)] = variable
-            else:
-                self.once.pop(id(variable), None)
-
-    def _is_metric(self, variable: Any) -> bool:
-        return any(variable is one for one in self._model.metrics_variables)
-
-    def _abstract_arguments(self, types: Any, count: int) -> tuple[Any, ...]:
-        def micro(leaf: Any) -> Any:
-            return jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype)
-
-        numbers = 2 + number_of_terms(self._model)
-        fixed, changing = map(values_of, (self._fixed(), self._changing()))
-        context = jax.ShapeDtypeStruct((numbers,), weight_dtype())
-        start = jax.ShapeDtypeStruct((), jnp.uint32)
-        return fixed, changing, context, start, jax.tree.map(micro, types)
-
-    def _fixed(self) -> list[Any]:
-        """Return the variables that micro-batches read: weights, and those of optimizers."""
-        trainable, _, optimizer, _ = variables_of(self._model)
-        return [*trainable, *optimizer]
-
-    def _changing(self) -> list[Any]:
-        """Return the variables that micro-batches may change."""
-        _, others, _, metrics = variables_of(self._model)
-        return [*others, *metrics]
-
-    def _pure(self, fixed: Any, changing: Any, context: Any, start: Any, data: Any) -> Any:
-        """Return what is added up, rows that are listed, and values of what may change."""
-        variables = self._changing()
-        rows = MicrobatchRows(start, batches.sample_count(data), self._places)
-        mapping = [*self._fixed(), *variables], [*fixed, *changing]
-        with scope_of(*mapping) as current, drawing(rows):
-            result = self._compute(context, data)
-            values = current()
-        self._drawn = rows.drawn
-        leaves, self._structure = jax.tree.flatten(result, is_leaf=_is_rows)
-        self._is_rows = [_is_rows(leaf) for leaf in leaves]
-        added = [leaf for leaf in leaves if not _is_rows(leaf)]
-        listed = [leaf.values for leaf in leaves if _is_rows(leaf)]
-        return added, listed, values[len(fixed) :]
-
     def _add(self, program: Callable[..., Any], sums: Any, *arguments: Any) -> Any:
-        result, listed, changing = program(*arguments)
+        result, listed, changing, given, _ = program(*arguments)
         added = [one + other.astype(one.dtype) for one, other in zip(sums, result)]
-        return added, listed, changing
+        return added, listed, changing, given
 
     def _start_anew(self, places: list[str | None] | None) -> None:
-        self._places = places
-        # Methods, not closures of this call: of a lambda there would be a second trace.
-        self._program: Any = jax.jit(self._pure_again())
+        super()._start_anew(places)
         self._step: Any = jax.jit(functools.partial(self._add, self._program), donate_argnums=0)
-
-    def _pure_again(self) -> Callable[..., Any]:
-        """Return `_pure` as a function that nothing has been traced of."""
-        return lambda *arguments: self._pure(*arguments)
-
-    def can_run(self, types: Any) -> bool:
-        """Say whether `compute` takes data of such types."""
-        types = jax.tree.map(batches.type_of, types)
-        with contextlib.suppress(Exception):
-            count = batches.sample_count(types)
-            jax.eval_shape(self._pure, *self._abstract_arguments(types, count))
-            return True
-        return False
 
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say that the rows of a sample follow each other in every draw."""
@@ -195,14 +119,10 @@ class Accumulation:
         self._shards: Shards | None = None
         self.remarks: list[str] = []
         """What to say of how micro-batches run."""
-        self._drawn: list[Any] = []
-        self._effects: set[str] = set()
-        self._is_rows: list[bool] = []
-        self._structure: Any = None
-        self._shapes: Any = None
         self.release()
         self._zeros: Any = None
-        self._start_anew(None)
+        self._settle: Any = None
+        super().forget()
 
     def clear(self) -> None:
         """Begin a batch."""
@@ -213,6 +133,7 @@ class Accumulation:
     def release(self) -> None:
         """Give back the memory of a sum that has been read."""
         self._sums = None
+        self._own: list[Any] = []
         self._listed: list[list[Any]] = []
         if self._sharded is not None:
             self._sharded.held = None
@@ -221,10 +142,7 @@ class Accumulation:
         """Run micro-batches of `size` samples, or one of all of them, and add them up."""
         count = batches.checked_count(data) if size else batches.sample_count(data)
         size = min(size or count, count)
-        fixed = values_of(self._fixed())
-        # As long as it was traced: without counts there are no denominators in it.
-        missing = 2 + number_of_terms(self._model) - context.shape[0]
-        context = jnp.pad(context, (0, max(missing, 0)))
+        fixed, context = self._fixed_values(), self._padded(context)
         cuts = ((start, min(size, count - start)) for start in range(0, count, size))
         if self._sharded is not None:
             cuts = self._sharded.shards.cuts(count, size)
@@ -235,26 +153,37 @@ class Accumulation:
             self._run(fixed, context, self._samples + start, part)
         self._samples += count
 
+    def _fixed_values(self) -> list[Any]:
+        """Return what micro-batches read, as it was before the batch, and results."""
+        return [*map(self._before, self._fixed()), *self._results()]
+
+    def _padded(self, context: Any) -> Any:
+        """Return what is known of the batch, as long as it was traced."""
+        # Without counts there are no denominators in it.
+        missing = 2 + number_of_terms(self._model) - context.shape[0]
+        return jnp.pad(context, (0, max(missing, 0)))
+
+    def change_once(self, context: Any, data: Any, size: int | None = None) -> None:
+        """Run one micro-batch, of which nothing is left but what changes once per batch."""
+        if self._settle is None:
+            self._settle = self._settled if self._is_eager else jax.jit(self._settled)
+        count = batches.sample_count(data)
+        part = batches.rows(data, 0, min(size or count, count))
+        variables = self._changing()
+        changing = [self._before(v) if id(v) in self.once else v.value for v in variables]
+        arguments = self._fixed_values(), changing, self._padded(context), jnp.uint32(0), part
+        with noticing():
+            values, left = self._settle(*arguments)
+        assign([one for one in variables if id(one) in self.once], values)
+        assign(self._left, left)
+
+    def _settled(self, *arguments: Any) -> Any:
+        """Return the values that change once per batch."""
+        _, _, changing, _, left = self._program(*arguments)
+        pairs = zip(self._changing(), changing)
+        return [value for one, value in pairs if id(one) in self.once], left
+
     # For the few samples that are compared whole and cut.
-
-    @property
-    def is_any_size(self) -> bool:
-        """Whether micro-batches may have any number of samples, as far as is declared."""
-        inputs = getattr(self._model, "inputs", None) or ()
-        return all(one.shape[:1] in ((), (None,)) for one in inputs)
-
-    @property
-    def draws_by_sample(self) -> bool:
-        """Whether each sample has random numbers of its own, by its place in the batch."""
-        return any(self._drawn if self._places is None else self._places)
-
-    def assigned(self) -> list[Any]:
-        """Return the variables that a micro-batch may change, metrics left out."""
-        return [one for one in self._changing() if not self._is_metric(one)]
-
-    def effects(self) -> set[str]:
-        """Return what a micro-batch does outside of its program."""
-        return self._effects
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
@@ -273,13 +202,6 @@ class Accumulation:
             yield
         finally:
             self._step, self._sharded, self._shards = before
-
-    def run_eagerly(self, context: Any, data: Any, start: int) -> Any:
-        """Return what `compute` does for one micro-batch, run by Python, to be looked at."""
-        variables = [*self._fixed(), *self._changing()]
-        rows = MicrobatchRows(jnp.uint32(start), batches.sample_count(data), self._places)
-        with scope_of(variables, values_of(variables)), drawing(rows):
-            return self._compute(context, data)
 
     def note_bytes(self, data: Any, size: int) -> bool:
         """Let the compiler say what a micro-batch of `size` samples takes; run nothing."""
@@ -314,12 +236,14 @@ class Accumulation:
         sums = self._begun() if self._sums is None else self._sums
         self._sums = None  # overwritten
         with noticing():
-            self._sums, listed, values = self._step(sums, *arguments)
+            self._sums, listed, values, self._own = self._step(sums, *arguments)
         self._listed.append(listed)
         assign(variables, values)
 
     def _add_eagerly(self, arguments: tuple[Any, ...]) -> None:
-        result, listed, values = self._pure(*arguments)
+        result, listed, values, self._own, _ = self._pure(*arguments)
+        if self._shapes is None and (self._given or self._left):
+            raise ContextError(CHANGES_ITSELF)  # nobody knows of what
         result = [leaf.astype(widened(leaf.dtype)) for leaf in result]
         sums = self._sums
         self._sums = result if sums is None else [*map(jnp.add, sums, result)]
@@ -339,6 +263,8 @@ class Accumulation:
 
     def value(self) -> Any:
         """Return the sum so far, in the structure that `compute` returns."""
+        for (_, variable), value in zip(self._given, self._own):
+            variable.assign(value)  # before the update
         return self._reduced(lambda sums: sums)
 
     def so_far(self) -> Any:
@@ -361,7 +287,3 @@ class Accumulation:
         listed = (Rows(jnp.concatenate(parts)) for parts in zip(*self._listed))
         leaves = [next(listed, None) if rows else next(sums) for rows in self._is_rows]
         return jax.tree.unflatten(self._structure, leaves)
-
-
-def _is_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Rows)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Iterable
 
+from bigbatch.backends.jax.steps import number_of_mark
+from bigbatch.core.passes import NONE
+
 _INSIDE = ("jaxpr", "call_jaxpr")
 _PLUS, _OTHER = "plus", "other"
 
@@ -41,6 +44,29 @@ def _tainted_outputs(jaxpr: Any, inputs: set[int]) -> set[int]:
             reached = _tainted_outputs(inner, given)
         tainted |= {id(equation.outvars[number]) for number in reached}
     return {n for n, one in enumerate(jaxpr.outvars) if id(one) in tainted}
+
+
+def last_updates(jaxpr: Any, given: dict[int, int] | None = None) -> list[int]:
+    """Return for each output the number of the last update on whose result it depends.
+
+    Args:
+        jaxpr: a traced function.
+        given: by the number of an input the last update on which that depends.
+    """
+    last = {id(jaxpr.invars[number]): update for number, update in (given or {}).items()}
+    for equation in jaxpr.eqns:
+        of_inputs = {
+            n: last[id(one)] for n, one in enumerate(equation.invars) if id(one) in last
+        }
+        mark, inner = number_of_mark(equation), _inner(equation)
+        if inner is not None and of_inputs:
+            found = dict(enumerate(last_updates(inner, of_inputs)))
+        else:
+            number = max([*of_inputs.values(), NONE if mark is None else mark], default=NONE)
+            found = dict.fromkeys(range(len(equation.outvars)), number)
+        pairs = ((equation.outvars[n], number) for n, number in found.items())
+        last.update((id(one), number) for one, number in pairs if number != NONE)
+    return [last.get(id(one), NONE) for one in jaxpr.outvars]
 
 
 def is_added_to(jaxpr: Any, output: int, start: int) -> bool:

@@ -29,18 +29,20 @@ def obstacle(model: Any) -> str | None:
 
 @contextlib.contextmanager
 def undone(
-    model: Any, runs: Any, count: int, touched: list[Any]
+    model: Any, runs: list[Any], count: int, touched: list[Any]
 ) -> Iterator[Callable[[], None]]:
     """Return a block after which nothing has happened; it gives a way to go back sooner.
 
     Args:
         model: a Keras model.
-        runs: what runs its micro-batches.
+        runs: what runs its micro-batches, pass by pass.
         count: how many samples are tried.
         touched: the variables that samples may change.
     """
     del model, count
-    with unchanged(touched) as put_back, runs.trying():
+    with unchanged(touched) as put_back, contextlib.ExitStack() as stack:
+        for one in runs:
+            stack.enter_context(one.trying())
         yield put_back
 
 

@@ -15,7 +15,10 @@ from bigbatch.backends.jax.shards import current_shards
 from bigbatch.backends.jax.state import (
     Cell,
     assign,
+    of_microbatches,
+    of_updates,
     packed,
+    scope_of,
     values_of,
     variables_of,
     without_repetitions,
@@ -70,8 +73,7 @@ class Keras3OnJax(Keras3, JaxBackend):
 
     def state_of(self, model: Any) -> list[Any]:
         """Return the variables of a model that training changes beside its weights."""
-        _, others, _, metrics = variables_of(model)
-        return [*others, *metrics]
+        return of_microbatches(model)
 
     def native(self, variable: Any) -> Any:
         return variable
@@ -83,17 +85,15 @@ class Keras3OnJax(Keras3, JaxBackend):
             parts = variables_of(model)
             state = tuple(values_of(part) for part in parts)
             with contextlib.ExitStack() as stack:
+                kept = {id(one) for one in of_updates(model)}
                 for optimizer in optimizers_of(model):
-                    if optimizer is not model.optimizer:
+                    if any(id(one) not in kept for one in optimizer.variables):
                         refuse = functools.partial(_refuse, self.name_of(optimizer))
                         methods = {"apply": refuse, "stateless_apply": refuse}
                         stack.enter_context(replaced(optimizer, **methods))
                 logs, new = model.train_step(state, data)
-            for kind, number in (("weights", 0), ("variables of its optimizer", 2)):
-                if any(one is not other for one, other in zip(new[number], state[number])):
-                    raise ContextError(_changes_itself(kind))
-            for number in (1, 3):
-                assign(parts[number], new[number])
+            for variables, values in zip(parts, new):
+                assign(variables, values)
             return logs
 
         return train_step
@@ -110,8 +110,13 @@ class Keras3OnJax(Keras3, JaxBackend):
         def stateless_apply(
             optimizer_variables: Any, grads: Any, trainable_variables: Any
         ) -> Any:
-            apply(list(grads), list(inner._trainable_variables))
-            return list(trainable_variables), list(optimizer_variables)
+            weights = list(inner._trainable_variables)
+            variables = [*weights, *optimizer.variables]
+            values = [*trainable_variables, *optimizer_variables]
+            with scope_of(variables, values) as current:
+                apply(list(grads), weights)
+                values = current()
+            return values[: len(weights)], values[len(weights) :]
 
         stack = contextlib.ExitStack()
         stack.enter_context(super().capturing(optimizer, apply, weigh))
@@ -173,18 +178,9 @@ def _refuse(name: str, *_: Any, **__: Any) -> None:
     raise ContextError(
         explain(
             received=f"a train_step that applies gradients of the optimizer {name!r}",
-            expected="updates by the optimizer that the model is compiled with: on JAX, Keras "
-            "keeps the state of no other",
-            fix="compile the model with this optimizer; for several of them use "
-            "KERAS_BACKEND=tensorflow",
+            expected="optimizers whose variables the model has: Keras on JAX keeps the "
+            "state of no others",
+            fix="compile the model with this optimizer; build a second one, and keep its "
+            "variables in an attribute of the model: self.slots = optimizer.variables",
         )
-    )
-
-
-def _changes_itself(kind: str) -> str:
-    return explain(
-        received=f"a train_step that changes the {kind} itself",
-        expected="one update per batch, by optimizer.stateless_apply",
-        fix="return the trainable and optimizer variables that stateless_apply returned; keep "
-        "what else is to change in variables that are not trainable",
     )

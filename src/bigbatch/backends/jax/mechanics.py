@@ -9,13 +9,14 @@ from typing import Any, Callable, Iterable, Iterator
 import jax
 
 from bigbatch.backends.base import Backend
-from bigbatch.backends.jax import data, few_samples, ops, state
+from bigbatch.backends.jax import data, few_samples, ops, state, steps
 from bigbatch.backends.jax.accumulation import Accumulation
 from bigbatch.backends.jax.memory import Memory, OutOfMemoryError, noticing
 from bigbatch.backends.jax.sample import JaxSample, sample_of
 from bigbatch.backends.jax.table import Table
 from bigbatch.backends.jax.two_passes import TwoPasses
 from bigbatch.backends.one_replica import OneReplica
+from bigbatch.core.passes import Order
 
 _SWITCHES: weakref.WeakKeyDictionary[Any, state.Cell] = weakref.WeakKeyDictionary()
 
@@ -54,10 +55,11 @@ class JaxBackend(OneReplica, Backend):
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
         exact: Any = None,
+        made: Callable[[], list[Any]] = list,
     ) -> Accumulation:
-        del kept, before
+        del kept
         assert exact is None  # which `refuse_exact` has refused
-        return Accumulation(model, compute, is_eager=self.runs_eagerly(model))
+        return Accumulation(model, compute, before, made, is_eager=self.runs_eagerly(model))
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
         raise NotImplementedError("see `loss_of_whole_batch`")
@@ -72,8 +74,9 @@ class JaxBackend(OneReplica, Backend):
     def rollback(
         self, model: Any, others: Iterable[Any], weights: Iterable[Any] = ()
     ) -> state.Rollback:
-        del others, weights
-        return state.Rollback(self.state_of(model))
+        del others
+        everything = state.of_updates(model) if list(weights) else []
+        return state.Rollback(self.state_of(model), everything)
 
     def unchanged(
         self, variables: Iterable[Any]
@@ -90,43 +93,87 @@ class JaxBackend(OneReplica, Backend):
             gradients: list[list[Any]], made: Callable[[int], None] = lambda _: None
         ) -> None:
             for one, mean in zip(captured, gradients):
-                weights, slots = one.variables, one.optimizer.variables
-                new_slots: Any
-                new, new_slots = one.optimizer.stateless_apply(
-                    state.values_of(slots), mean, state.values_of(weights)
-                )
-                state.assign([*weights, *slots], [*new, *new_slots])
+                self._apply(one, mean)
                 made(one.number)
 
         yield apply
 
+    def _apply(self, one: Any, gradients: list[Any]) -> None:
+        weights, slots = one.variables, one.optimizer.variables
+        inner = getattr(one.optimizer, "inner_optimizer", one.optimizer)
+        if [*map(id, weights)] != [*map(id, inner._trainable_variables)]:
+            one.optimizer.apply(gradients, weights)  # some of them, in a scope of the user's
+            return
+        new_slots: Any
+        new, new_slots = one.optimizer.stateless_apply(
+            state.values_of(slots), gradients, state.values_of(weights)
+        )
+        state.assign([*weights, *slots], [*new, *new_slots])
+
+    def note_update(self, captured: Any) -> None:
+        step = steps.current_step()
+        if step is not None:
+            variables = [*captured.variables, *captured.optimizer.variables]
+            changed = [*captured.variables, *self.changed_by_apply(captured.optimizer)]
+            step.note_update(captured.number, variables, changed)
+
+    def shows_order_later(self, model: Any, same: Any) -> bool:
+        del model
+        return isinstance(same, jax.core.Tracer)
+
+    def order_of_trace(self, accumulation: Accumulation) -> Order | None:
+        return accumulation.order
+
+    def update_results(
+        self, model: Any, variables: Iterable[Any], before: Callable[[Any], Any]
+    ) -> steps.UpdateResults:
+        del model, before
+        return steps.UpdateResults(list(variables))
+
+    def build_optimizers(self, model: Any, captured: list[Any]) -> list[Any]:
+        del model
+        return [one.optimizer for one in captured]
+
     def update_function(
-        self, model: Any, update: Callable[[Any], Any], others: list[Any]
+        self,
+        model: Any,
+        update: Callable[[Any], Any],
+        others: list[Any],
+        *,
+        overwrites: bool = True,
     ) -> Callable[[Any], Any]:
         """Return one program that updates a model; it overwrites weights and optimizer."""
+        results: list[steps.UpdateResults] = []
 
         def pure(own: Any, more: Any, noted: Any, totals: Any) -> Any:
             before = state.values_of(others)
             state.assign(others, noted)
             try:
-                variables = [*weights_of(model), *state_of(model)]
+                variables = [*state.of_updates(model), *state.of_microbatches(model)]
                 with state.scope_of(variables, [*own, *more]) as current:
-                    logs = update(totals)
+                    with steps.keeping() as kept:
+                        logs = update(totals)
                     values = current()
-                return logs, values, state.values_of(others)
+                results[:] = [one for one, _ in kept]
+                return logs, values, state.values_of(others), [value for _, value in kept]
             finally:
                 state.assign(others, before)
 
-        program = pure if self.runs_eagerly(model) else jax.jit(pure, donate_argnums=0)
+        overwritten = 0 if overwrites else ()
+        program = (
+            pure if self.runs_eagerly(model) else jax.jit(pure, donate_argnums=overwritten)
+        )
 
         def call(totals: Any) -> Any:
-            variables = weights_of(model), state_of(model)
+            variables = state.of_updates(model), state.of_microbatches(model)
             own, more, noted = map(state.values_of, (*variables, others))
             own = state.without_repetitions(own)
             with noticing():
-                logs, new, noted = program(own, more, noted, totals)
+                logs, new, noted, kept = program(own, more, noted, totals)
             state.assign([one for part in variables for one in part], new)
             state.assign(others, noted)
+            for one, values in zip(results, kept):
+                one.values = values
             return logs
 
         return call
@@ -166,15 +213,3 @@ class JaxBackend(OneReplica, Backend):
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         del variables
         return gradients
-
-
-def weights_of(model: Any) -> list[Any]:
-    """Return the variables that an update overwrites."""
-    trainable, _, optimizer, _ = state.variables_of(model)
-    return [*trainable, *optimizer]
-
-
-def state_of(model: Any) -> list[Any]:
-    """Return the other variables of a model: statistics, seeds, metrics."""
-    _, others, _, metrics = state.variables_of(model)
-    return [*others, *metrics]

@@ -140,7 +140,7 @@ class ShardedSums:
             if is_split:  # the draws of a row are those of its place in the batch
                 start = start + device * jnp.uint32(batches.sample_count(data))
             changing = self._together(metrics, same)
-            result, _, changing = self._pure(fixed, changing, context, start, data)
+            result, _, changing, *_ = self._pure(fixed, changing, context, start, data)
             new, same = self.apart(changing)
             added = [one + other.astype(one.dtype) for one, other in zip(sums, result)]
             if not is_split:  # every device has run all rows, and the first one counts them

@@ -16,6 +16,7 @@ import numpy as np
 
 from bigbatch.backends.jax.compat import set_state
 from bigbatch.backends.jax.memory import noticing
+from bigbatch.backends.keras import optimizers_of
 from bigbatch.errors import ContextError, explain
 
 _NONE, _TAKEN, _FINAL = 0, 1, 2
@@ -36,6 +37,25 @@ def variables_of(model: Any) -> tuple[list[Any], list[Any], list[Any], list[Any]
         list(optimizer),
         list(model.metrics_variables),
     )
+
+
+def of_updates(model: Any) -> list[Any]:
+    """Return what updates change: weights, and the variables of optimizers.
+
+    Those of optimizers that the model is not compiled with are there if it keeps them among
+    its variables: Keras hands over no others.
+    """
+    trainable, others, slots, _ = variables_of(model)
+    others_of = [one for one in optimizers_of(model) if one is not model.optimizer]
+    kept = {id(variable) for one in others_of for variable in one.variables}
+    return [*trainable, *slots, *(one for one in others if id(one) in kept)]
+
+
+def of_microbatches(model: Any) -> list[Any]:
+    """Return the other variables of a model: statistics, seeds, metrics."""
+    _, others, _, metrics = variables_of(model)
+    known = {id(one) for one in of_updates(model)}
+    return [one for one in (*others, *metrics) if id(one) not in known]
 
 
 def values_of(variables: Iterable[Any]) -> list[Any]:
@@ -134,19 +154,34 @@ class Rollback:
 
     Args:
         variables: the metrics, moving statistics and random state of a model.
+        weights: variables that updates change before the last one of the batch.
     """
 
-    def __init__(self, variables: Iterable[Any]) -> None:
-        self._variables = list(variables)
-        self._values: list[Any] = []
+    def __init__(self, variables: Iterable[Any], weights: Iterable[Any] = ()) -> None:
+        self._variables, self._weights = list(variables), list(weights)
+        self._values: dict[int, Any] = {}
         self._phase = _NONE
+
+    def include(self, variables: Iterable[Any]) -> None:
+        """Keep the values of other variables, too: these are all that a batch changes."""
+        del variables
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Keep the values that variables have now; return a block that may fail."""
-        self._values = values_of(self._variables)
+        both = [*self._variables, *self._weights]
+        self._values = dict(zip(map(id, both), values_of(both)))
         self._phase = _TAKEN
         yield
+
+    def begin_again(self) -> None:
+        """Let another pass begin with the state, but not the weights, of the first."""
+        assign(self._variables, map(self.before, self._variables))
+
+    def before(self, variable: Any) -> Any:
+        """Return the value that a variable had before the batch, or has if that is the same."""
+        value = self._values.get(id(variable))
+        return variable.value if value is None else value
 
     def final(self, results: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
         """Wait for `results`; then nothing can be put back any more.
@@ -159,7 +194,8 @@ class Rollback:
         with noticing():
             jax.block_until_ready(list(results))
         self._phase = _FINAL
-        self._values = []
+        if not self._weights:  # or micro-batches may run again
+            self._values = {}
         return contextlib.nullcontext()
 
     @property
@@ -169,12 +205,13 @@ class Rollback:
 
     def forget(self) -> None:
         """Be as if nothing had been taken."""
-        self._phase, self._values = _NONE, []
+        self._phase, self._values = _NONE, {}
 
     def restore(self) -> None:
         """Give the variables their values back, if any were taken and the update not begun."""
         if self._phase == _TAKEN:
-            assign(self._variables, self._values)
+            both = [*self._variables, *self._weights]
+            assign(both, map(self.before, both))
             self.forget()
 
     @contextlib.contextmanager

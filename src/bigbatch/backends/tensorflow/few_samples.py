@@ -28,13 +28,13 @@ def obstacle(model: Any) -> str | None:
 
 
 def undone(
-    model: Any, runs: Any, count: int, touched: list[Any]
+    model: Any, runs: list[Any], count: int, touched: list[Any]
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
     """Return a block after which nothing has happened; it gives a way to go back sooner.
 
     Args:
         model: a Keras model.
-        runs: what runs its micro-batches.
+        runs: what runs its micro-batches, pass by pass.
         count: how many samples are tried.
         touched: the variables that samples may change.
     """

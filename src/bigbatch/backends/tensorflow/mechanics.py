@@ -159,7 +159,9 @@ class TensorFlowBackend(Backend):
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
         exact: Storage | None = None,
+        made: Callable[[], list[Any]] = list,
     ) -> Accumulation:
+        del made
         return Accumulation(
             model.distribute_strategy,
             compute,

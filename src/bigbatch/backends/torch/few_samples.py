@@ -25,19 +25,21 @@ def obstacle(model: Any) -> str | None:
 
 @contextlib.contextmanager
 def undone(
-    model: Any, runs: Any, count: int, touched: list[Any]
+    model: Any, runs: list[Any], count: int, touched: list[Any]
 ) -> Iterator[Callable[[], None]]:
     """Return a block after which nothing has happened; it gives a way to go back sooner.
 
     Args:
         model: a Keras model.
-        runs: what runs its micro-batches.
+        runs: what runs its micro-batches, pass by pass.
         count: how many samples are tried.
         touched: the tensors that samples may change.
     """
     parameters = [variable.value for variable in model.trainable_variables]
-    with gradients_aside(parameters), runs.few_samples(count), unchanged(touched) as put_back:
-        yield put_back
+    with gradients_aside(parameters), contextlib.ExitStack() as stack:
+        for one in runs:
+            stack.enter_context(one.few_samples(count))
+        yield stack.enter_context(unchanged(touched))
 
 
 def picked(model: Any, data: Any, count: int) -> Any:

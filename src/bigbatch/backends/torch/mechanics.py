@@ -78,8 +78,9 @@ class TorchBackend(OneReplica, Backend):
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
         exact: Any = None,
+        made: Callable[[], list[Any]] = list,
     ) -> Accumulation:
-        del kept
+        del kept, made
         assert exact is None  # which `refuse_exact` has refused
         if self.jit_compile(model):
             warnings.warn(
