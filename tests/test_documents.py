@@ -490,7 +490,7 @@ def test_documents_name_no_machine():
         assert not re.search(r"/(root|home|work|tmp)/", path.read_text()), path
 
 
-UNCLEAR = r"\b(an own|samples meet|rooms?|those of|meets? (in|each))\b"
+UNCLEAR = r"\b(an own|samples meet|rooms?|those of|of which|meets? (in|each))\b"
 """Words of which STYLE.md says how to do without."""
 
 

@@ -103,7 +103,8 @@ def test_the_package_page_has_no_links_that_lead_nowhere(wheel, readme_of):
 
 def test_twine_finds_nothing_wrong(sdist, wheel):
     pytest.importorskip("twine", reason="twine is in the extra `dev`; make sets it up")
-    run(sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel))
+    said = run(sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel))
+    assert said.count("PASSED") == 2
 
 
 def test_the_package_shows_public_names_only():

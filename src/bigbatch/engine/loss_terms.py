@@ -219,8 +219,8 @@ class TermRecorder:
     ) -> None:
         """Update a metric, unless it is with one number: that counts once per batch.
 
-        So does the loss, of which Keras tells how many samples it is of, if these are not what
-        micro-batches count for: Keras counts those of the first input.
+        So does the loss if micro-batches do not count for the samples of the first input:
+        Keras tells the metric how many these are.
         """
         self._updated.add(id(metric))
         values = self._backend.ops.tensor(values)

@@ -107,7 +107,7 @@ def _explained(received: str) -> str:
     return explain(
         received=received,
         expected="tensors that all have the same, non-zero number of samples (the first "
-        "dimension), of which a micro-batch can be cut",
+        "dimension), to be cut into micro-batches",
         fix="slice or stack the tensors of the batch to one length; or pass accumulation_steps "
         "in place of microbatch_size: each batch of the data set is a micro-batch, and not cut",
     )

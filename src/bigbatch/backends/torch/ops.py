@@ -166,7 +166,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def added(one: Any, other: Any) -> Any:
-    """Return the sum of two gradients of one variable, each of which may be `None`."""
+    """Return the sum of two gradients of one variable, each may be `None`."""
     if one is None or other is None:
         return other if one is None else one
     return one + other

@@ -1,6 +1,6 @@
 """Two passes over the micro-batches of a batch, the second just as the first.
 
-A loss in which the samples of a batch meet needs the outputs of the whole batch before the
+A loss that compares the samples of a batch needs the outputs of the whole batch before the
 gradient of any of them is known: the first pass gives outputs, the second gradients.
 """
 
