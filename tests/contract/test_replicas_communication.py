@@ -46,7 +46,8 @@ def test_micro_batches_communicate_nothing_and_updates_reduce_once(mirrored):
     assert communication(micro_batch.get_concrete_function(x, y)) == {}
     # Four variables and the weight: one packed reduction.
     kinds = (1, 1, 1, 1)
-    update = tf.function(accumulator._update).get_concrete_function(kinds)
+    update = tf.function(accumulator._update_and_open)
+    update = update.get_concrete_function(kinds, tf.constant(2, tf.int64))
     assert communication(update) == communication_of_one_reduction(mirrored)
 
 
