@@ -8,11 +8,13 @@ import keras
 import numpy as np
 import pytest
 
+import bigbatch
 from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch.two_passes import TwoPasses
 from bigbatch.engine.planning import Planning
+from bigbatch.errors import ArgumentError
 from comparison import check_same, largest_difference
-from fit_cases import DENSE_Y, TOKENS, Case, dense
+from fit_cases import DENSE_X, DENSE_Y, TOKENS, Case, dense
 from torch_cases import OwnTrainStep, TwoOptimizers
 
 layers, ops = keras.layers, keras.ops
@@ -162,3 +164,13 @@ def test_several_updates_in_one_step(make, mode):
     loss = (lambda: "mse") if make is AppliesTwice else None
     case = Case(make, loss=loss)
     check_same(case.accumulate(mode), case.train(), TOLERANCE)
+
+
+def test_exact_batch_normalisation_is_refused():
+    model = keras.Sequential([keras.Input((5,)), layers.BatchNormalization(), layers.Dense(3)])
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    bigbatch.accumulate(model, microbatch_size=8, batch_norm="exact")
+    with pytest.raises(ArgumentError, match=r'(?s)batch_norm="exact".*Fix: .*"pooled"'):
+        model.fit(DENSE_X, DENSE_Y, verbose=0)
+    assert largest_difference(model.get_weights(), before) == 0
