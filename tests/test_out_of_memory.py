@@ -136,7 +136,9 @@ def test_a_longer_batch_later_is_run_again_with_smaller_micro_batches():
 @pytest.mark.parametrize(
     ("size", "limit"), [(16, 22), pytest.param("auto", 30, marks=pytest.mark.matrix)]
 )
-def test_less_is_stored_between_stages_where_memory_runs_out(size, limit):
+def test_less_is_stored_between_stages_where_memory_runs_out(size, limit, monkeypatch):
+    if size == "auto":  # oneDNN's convolutions end the process when the whole batch is tried
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     setting = {"microbatch_size": 16, "batch_norm": "exact"}
     expected = probe("normalised", json.dumps(setting))
     setting["microbatch_size"] = size

@@ -10,6 +10,7 @@ import pytest
 import out_of_memory_probe
 from comparison import largest_difference
 from coupled_cases import COUPLED_CASES
+from exact_cases import WORKERS
 from fit_cases import CASES
 
 from problems import TOLERANCE, embedding_problem, optimizers, train_full_batch
@@ -38,7 +39,8 @@ def test_fit_on_two_workers_equals_the_full_batch_on_one_device():
     outputs = [json.loads(output.splitlines()[-1]) for output in run_workers("fit.py")]
     coupled = [("metrics", COUPLED_CASES["metrics"])]
     plain = [(name, CASES[name]) for name in ("two outputs", "own train_step")]
-    for name, case in (*plain, *coupled):
+    exact = [("exact", WORKERS)]
+    for name, case in (*plain, *coupled, *exact):
         model, history = case.train(batch_size=20)
         logs = model.evaluate(case.x, case.y, verbose=0, return_dict=True)
         for result in (output[f"{name}, {mode}"] for output in outputs for mode in MODES):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import bigbatch
 from coupled_cases import COUPLED_CASES
+from exact_cases import WORKERS
 from fit_cases import CASES
 
 from stack import keras
@@ -39,9 +40,12 @@ class Die(keras.callbacks.Callback):
 CASES_HERE = {name: CASES[name] for name in ("two outputs", "own train_step")}
 # Its loss compares samples, which all workers find by trying.
 CASES_HERE["metrics"] = COUPLED_CASES["metrics"]
+CASES_HERE["exact"] = WORKERS
 results = {}
 for name, case in CASES_HERE.items():
     for mode, (setting, batch_size) in SETTINGS.items():
+        if name == "exact":
+            setting = {**setting, "batch_norm": "exact"}
         with strategy.scope():
             model, history = case.train(
                 lambda model, setting=setting: bigbatch.accumulate(model, **setting),

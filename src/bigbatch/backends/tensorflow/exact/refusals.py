@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import tensorflow as tf
-
 from bigbatch.errors import ArgumentError, explain
 
 
@@ -46,12 +44,3 @@ def refuse_exact(model: Any, layers: list[Any], others: list[Any]) -> None:
                     'is no BatchNormalization, or use batch_norm="pooled"',
                 )
             )
-    strategy = model.distribute_strategy
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        raise ArgumentError(
-            explain(
-                received='batch_norm="exact" under MultiWorkerMirroredStrategy',
-                expected="one process, with one or several devices",
-                fix='use batch_norm="pooled", or MirroredStrategy',
-            )
-        )
