@@ -60,7 +60,10 @@ def test_what_is_stored_does_not_change_the_result(choice):
 
 @pytest.mark.parametrize("storage", ["device", "host"])
 def test_where_boundaries_are_stored(storage):
-    """With a device beside the host: here a second logical CPU."""
+    """With a device beside the host: here a second logical CPU.
+
+    What names no device runs where the function runs.
+    """
     with tf.device("CPU:1"):
         case = WORKERS
         found = case.train(exactly(bigbatch.ExactBatchNorm("all", storage), microbatch_size=8))
@@ -71,9 +74,9 @@ def test_where_boundaries_are_stored(storage):
             for node in inner.node_def:
                 if node.op in devices:
                     devices[node.op].add(node.device[-5:])
-    there = "CPU:0" if storage == "host" else "CPU:1"
+    there = "CPU:0" if storage == "host" else ""
     assert devices["TensorListSetItem"] == devices["TensorListGetItem"] == {there}
-    assert devices["MatMul"] == {"CPU:1"}
+    assert devices["MatMul"] == {""}
 
 
 def test_a_window_of_batches_is_the_full_batch():

@@ -8,6 +8,7 @@ from typing import Any, Iterable
 
 import tensorflow as tf
 
+from bigbatch.backends.tensorflow.compat import undistributed_variable
 from bigbatch.backends.tensorflow.values import (
     DENSE,
     joined,
@@ -146,7 +147,7 @@ class StoredSums:
         self._specs, self._is_rows = specs, is_rows
         self._variables = [
             # A list of tensors, concatenated once: not a tensor that is copied to grow.
-            local_variable(_no_tensors(spec), summed=False)
+            _list_variable(spec)
             if rows
             # A number is added to tensors of every shape.
             else local_variable(tf.zeros([], spec.dtype), ANY_SHAPE)
@@ -192,6 +193,18 @@ class StoredSums:
             else tf.ensure_shape(variable.read_value(), spec.shape)
             for variable, spec, rows in zip(self._variables, self._specs, self._is_rows)
         ]
+
+
+def _list_variable(spec: tf.TensorSpec) -> Any:
+    """Return a variable for a list of tensors, on each replica.
+
+    Of several workers the first would send its value to the others, which a list cannot be.
+    """
+    strategy = tf.distribute.get_strategy()
+    is_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    if is_worker and len(strategy.extended.worker_devices) == 1:
+        return undistributed_variable(_no_tensors(spec))
+    return local_variable(_no_tensors(spec), summed=False)
 
 
 def _no_tensors(spec: tf.TensorSpec) -> Any:
