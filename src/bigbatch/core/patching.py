@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 _MISSING = object()
 
@@ -26,3 +26,27 @@ def replaced(target: Any, **attributes: Any) -> Iterator[None]:
                 own.pop(name, None)
             else:
                 own[name] = value
+
+
+@contextlib.contextmanager
+def attributes_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Return a block in which code may set attributes of objects, and which undoes that.
+
+    What it adds to lists, dicts and sets that are attributes with a public name goes to copies.
+    """
+    before = [(vars(one), dict(vars(one))) for one in owners]
+    for own, kept in before:
+        own.update((name, _copy(value)) for name, value in kept.items() if name[0] != "_")
+    try:
+        yield
+    finally:
+        for own, kept in before:
+            own.clear()
+            own.update(kept)
+
+
+def _copy(value: Any) -> Any:
+    for kind in (list, dict, set):
+        if isinstance(value, kind):
+            return kind(value)
+    return value

@@ -42,6 +42,7 @@ class BatchLogs:
         self._by_samples: list[bool] = []
         self._sources: list[MetricResult | None] = []
         self._is_rows: list[bool] = []
+        self._variables: list[Any] = []
         self._is_sum: list[bool] = []
         self._summed: set[int] = set()
 
@@ -89,6 +90,8 @@ class BatchLogs:
         ops, backend = self._backend.ops, self._backend
         self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
         leaves, names = ops.flatten(logs), ops.flatten(self._names(logs))
+        # Of a variable Keras logs what it holds when the batch is done.
+        self._variables = [leaf if hasattr(leaf, "assign") else None for leaf in leaves]
         known: dict[str, MetricResult] = {}
         if not all(map(ops.is_tensor, leaves)):  # numbers of Python, with names alone
             left_alone = recorder.left_alone(self._model)
@@ -220,6 +223,10 @@ class BatchLogs:
         leaves = [
             value if one is None else results.get(id(one.metric), value)
             for value, one in zip(ops.flatten(logs), self._sources)
+        ]
+        leaves = [
+            value if one is None else ops.tensor(one)
+            for value, one in zip(leaves, self._variables)
         ]
         return ops.pack(logs, leaves)
 

@@ -45,6 +45,8 @@ class Trial:
         assigned = [v for one in phases.passes for v in one.runs.assigned()]
         state = [*self._backend.state_of(model), *assigned]
         self._assigned = {id(part) for variable in assigned for part in local(variable)}
+        if self._backend.runs_in_python(model):  # what cannot be traced may assign any
+            state += map(native, model.variables)
         parts = {id(part): part for v in (*state, *metrics) for part in local(v)}
         switch = phases.microbatch.norm.switch
         for part in [] if switch is None else local(switch):
@@ -105,6 +107,7 @@ class Trial:
         logs = backend.few_samples.arrays(logs)
         after = backend.few_samples.arrays(self._values())
         phases.rollback.restore()
+        phases.microbatch.numbers.put_back()
         self.put_back()
         names = _names(model)
         return Outcome(
@@ -139,6 +142,7 @@ class Trial:
                 Part((last - first) / self.count, calls, backend.few_samples.arrays(gradients))
             )
             self.put_back()
+        phases.microbatch.numbers.put_back()
         return parts
 
     def _gradients(self, data: Any, start: int) -> list[Any]:

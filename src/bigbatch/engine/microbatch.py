@@ -23,6 +23,7 @@ from bigbatch.engine.loss_terms import (
     SharedDimensions,
     TermRecorder,
 )
+from bigbatch.engine.python_numbers import PythonNumbers
 from bigbatch.engine.statistics import statistics_of
 from bigbatch.engine.totals import BatchContext, LogTotals, StatisticTotals, Totals
 from bigbatch.errors import ContextError, explain
@@ -85,6 +86,8 @@ class MicroBatch:
         """What each update was given; their variables are known after a trace."""
         self.order: Order | None = None
         """What depends on earlier updates; known when all updates have been traced."""
+        self.numbers = PythonNumbers(model)
+        """The numbers that Python code counts with, as a batch begins with them."""
         self.sums: dict[int, Any] = {}
         """Where gradients are added up, by the number of the update."""
 
@@ -137,6 +140,8 @@ class MicroBatch:
             data: the micro-batch.
         """
         ops, backend, model = self.backend.ops, self.backend, self.model
+        if backend.runs_in_python(model):
+            self.numbers.put_back()
         context = BatchContext.of(vector)
         samples = ops.weight(backend.data.sample_count(data))
         recorder = TermRecorder(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, NamedTuple
 
-from bigbatch.backends.keras import backend_of
+from bigbatch.backends.keras import backend_of, metrics_of
 from bigbatch.core.exact import Storage, exact_choice
 from bigbatch.core.memory import readable
 from bigbatch.core.passes import ALL_UPDATES, Pass, Plan, plan_of
@@ -14,6 +14,7 @@ from bigbatch.engine.captured import CapturedGradients
 from bigbatch.engine.loss_plan import LossPlan
 from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.microbatch import MicroBatch
+from bigbatch.engine.python_numbers import PythonNumbers
 from bigbatch.engine.update import Update
 from bigbatch.errors import ContextError, explain
 
@@ -62,6 +63,8 @@ class Passes:
         self._made: dict[int, Any] = {}
         self._plan: Plan | None = None
         self._said: list[str] = []
+        self.numbers = PythonNumbers(model)
+        """The numbers that Python code counts with, as a batch begins with them."""
         self.all_updates = self._pass(ALL_UPDATES)
         """What captures all updates, which shows what they depend on."""
         self.each = [self.all_updates]
@@ -78,6 +81,7 @@ class Passes:
     def _pass(self, part: Pass, plan: LossPlan | None = None) -> PassRun:
         model = self._model
         microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan, self._sparse)
+        microbatch.numbers = self.numbers
         choice = {"exact": self.storage} if self.storage else {}
         kept = microbatch.kept
         runs = self._backend.accumulation(
@@ -167,16 +171,24 @@ class Passes:
             if count:
                 first.plan.is_counted = True  # any numbers will do
                 run = functools.partial(first.run, backend.ops.stack([1] * _CONTEXT))
-                told.append(backend.try_step(model, run, part, put_back))
+                of_step = backend.try_step(model, run, part, put_back)
+                # A trace tells more of the order, if there can be one.
+                told.append(of_step or self.all_updates.runs.look_at(part))
 
         told: list[Any] = []
         variables = [backend.native(one) for one in model.variables]
         variables += [*map(backend.native, backend.metrics_variables(model))]
         variables += backend.state_of(model)
+        known = set(map(id, variables))
         local_results = functools.partial(backend.local_results, model)
         parts = [part for variable in variables for part in local_results(variable)]
+        self.numbers.keep()
         with backend.unchanged(parts) as put_back:
             backend.on_replicas(model, local, data)
+        self.numbers.put_back()
+        for metric in metrics_of(model):  # which the trial may have built
+            if not {id(backend.native(one)) for one in metric.variables} <= known:
+                metric.reset_state()
         self._make(first.lengths)
         for one in (self.all_updates, *self._others()):
             for what in told:

@@ -42,7 +42,8 @@ class Phases(PhaseState):
         types = self._ops.flatten(backend.data.types_of_any_count(data))
         if self._is_ready and any(backend.data.includes(one, types) for one in self._known):
             return False
-        self._known.append(types)
+        if not any(backend.data.includes(one, types) for one in self._known):
+            self._known.append(types)
         is_first = self.rollback is None
         is_built = backend.build(model, data)
         first, self._known_size = self._passes.all_updates.microbatch, size
@@ -108,6 +109,7 @@ class Phases(PhaseState):
                 totals = backend.reduce(model, self._run_full_batch, data, size)
             with self.rollback.final(self._ops.flatten(totals)):
                 return self._updated(full, totals)
+        self._passes.numbers.keep()
         with self.rollback.taken():
             backend.on_replicas(model, self._open)
             if self.needs_counts:
@@ -149,6 +151,7 @@ class Phases(PhaseState):
 
     def begin(self) -> None:
         """Begin a batch."""
+        self._passes.numbers.keep()
         with self.rollback.taken():
             self._backend.on_replicas(self._model, self._open)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from dataclasses import replace
 from typing import Any, Callable, Iterator
 
 import tensorflow as tf
@@ -18,6 +19,7 @@ from bigbatch.backends.tensorflow.data import type_of
 from bigbatch.backends.tensorflow.dependence import changed_in, effects_in
 from bigbatch.backends.tensorflow.draws import MicrobatchRows, drawing
 from bigbatch.backends.tensorflow.exact.microbatch import MarkedFunction, StagedMicrobatch
+from bigbatch.backends.tensorflow.rollback import unchanged
 from bigbatch.backends.tensorflow.sparse_rows import SparseRows
 from bigbatch.backends.tensorflow.sums import PythonSums, StoredSums
 from bigbatch.backends.tensorflow.tracing import EagerTrace, Told, TracedMicrobatch, traced
@@ -46,7 +48,7 @@ class Accumulation:
         kept: returns the variables that every micro-batch changes, whatever their new value
             depends on.
         before: returns the value that a variable had before the batch.
-        is_traceable: whether `compute`, run eagerly, may be traced to see what it does.
+        unharmed: returns a block in which `compute`, run eagerly otherwise, may be traced.
         exact: what is stored if micro-batches run in stages, with sums over them all between
             stages; `None`: they run one after the other.
     """
@@ -60,7 +62,7 @@ class Accumulation:
         jit_compile: bool,
         kept: Callable[[], list[Any]],
         before: Callable[[Any], Any],
-        is_traceable: bool,
+        unharmed: Callable[[], Any],
         exact: Storage | None = None,
     ) -> None:
         self._strategy = strategy
@@ -76,7 +78,7 @@ class Accumulation:
         self._known_size: int | None = None
         self._stored: StoredSums | None = None
         self._python = PythonSums() if run_eagerly else None
-        self._eager_trace = EagerTrace(4 if is_traceable else 0)
+        self._eager_trace, self._of_step = EagerTrace(unharmed), Told()
         self._empty: dict[int, Batch] = {}
         self.once: dict[int, Any] = {}
         """The variables that change once per batch: the same for any samples. By `id`."""
@@ -112,8 +114,23 @@ class Accumulation:
             return True
         return False
 
-    def learn(self, told: Any) -> None:
-        """Do nothing: a trace tells what a micro-batch does."""
+    def learn(self, told: Told) -> None:
+        """Use what a trace of the whole `train_step` has told, where this shows less."""
+        self._of_step = told
+
+    def look_at(self, data: Any) -> Told:
+        """Trace a micro-batch, which has run eagerly, if it can be."""
+        return self._told(self._batch(data, is_whole=True))
+
+    def _told(self, batch: Batch) -> Told:
+        """Return what a trace tells of micro-batches that run eagerly."""
+        told = self._eager_trace.of(self._rows, batch, self._kept, [_CONTEXT])
+        told = told if this_replica() in self._eager_trace.told else self._of_step
+        here = functools.partial(on_this_replica, self._strategy)
+        once, changed = list(map(here, told.once)), list(map(here, told.changed))
+        self.once.update((id(variable), variable) for variable in once)
+        self.changed.update((id(variable), variable) for variable in changed)
+        return replace(told, once=once, changed=changed)
 
     @property
     def is_any_size(self) -> bool:
@@ -123,7 +140,8 @@ class Accumulation:
     @property
     def draws_by_sample(self) -> bool:
         """Whether each sample has random numbers of its own, by its place in the batch."""
-        return any(place for micro in self._micros() for place in micro.places)
+        told = self._eager_trace.told.values()
+        return any(place for one in (*self._micros(), *told) for place in one.places)
 
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say whether draws of several rows for each sample can be in blocks, or not again.
@@ -145,17 +163,21 @@ class Accumulation:
         """Return the variables that a micro-batch may change, sums and metrics left out."""
         apart = {id(variable) for variable in self._kept()}
         found = {id(v): v for micro in self._micros() for v in changed_in(micro.graph)}
+        found.update(
+            (id(v), v) for told in self._eager_trace.told.values() for v in told.changed
+        )
         return [variable for key, variable in found.items() if key not in apart]
 
     def effects(self) -> set[str]:
         """Return the operations of a micro-batch that reach out of TensorFlow."""
-        return {name for micro in self._micros() for name in effects_in(micro.graph)}
+        found = [told.effects for told in self._eager_trace.told.values()]
+        return set().union(*found, *(effects_in(micro.graph) for micro in self._micros()))
 
     def run_eagerly(self, context: Any, data: Any, start: int) -> Any:
         """Return what `compute` does for one micro-batch, run by Python, to be looked at."""
         batch = self._batch(data, is_whole=True)
         micro = next(self._micros(), None)
-        places = micro.places if micro is not None else []
+        places = micro.places if micro is not None else self._told(batch).places
         here = MicrobatchRows(start, int(batch.count), places=places)
         here.total = _samples_of_batch([context]) if self._draws_in_blocks else None
         with drawing(here):
@@ -240,6 +262,9 @@ class Accumulation:
     def change_once(self, context: Any, data: Any, size: Any = None) -> None:
         """Run one micro-batch, and keep only what changes once per batch."""
         batch = self._batch(data, is_whole=size is None)
+        if self._python is not None:
+            self._change_once_eagerly(context, batch, size)
+            return
         micro = self._traced(batch, self._known_size)
         count = tf.convert_to_tensor(batch.count)
         rows = count if size is None else tf.minimum(tf.cast(size, count.dtype), count)
@@ -252,6 +277,19 @@ class Accumulation:
         micro.results(tf.zeros([], tf.int64), leaves, [context])
         for variable, value in values:
             variable.assign(value)
+
+    def _change_once_eagerly(self, context: Any, batch: Batch, size: int | None) -> None:
+        if not int(batch.count):
+            return
+        told = self._told(batch)
+        once = {id(variable) for variable in told.once}
+        others = [one for one in (*told.changed, *self._kept()) if id(one) not in once]
+        rows = min(size or int(batch.count), int(batch.count))
+        with unchanged(others), drawing(MicrobatchRows(0, rows, places=told.places)):
+            for variable in told.once:
+                variable.assign(self._before(variable))
+            arguments = batch.arguments(batch.rows(0, rows))
+            self._rows.compute(context, *arguments)
 
     def value(self) -> Any:
         """Return the sum so far, in the structure that `compute` returns."""
@@ -308,8 +346,7 @@ class Accumulation:
         size = size or max(count, 1)
         told = Told()
         if count:
-            told = self._eager_trace.of(self._rows, batch, self._kept, [_CONTEXT])
-            self.once.update((id(variable), variable) for variable in told.once)
+            told = self._told(batch)
         before = int(self._samples.read_value())
         for start in range(0, count, size):
             rows = min(size, count - start)

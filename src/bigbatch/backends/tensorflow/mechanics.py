@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterable, Iterator
 import tensorflow as tf
 
 from bigbatch.backends.base import Backend
+from bigbatch.backends.keras import layers_of
 from bigbatch.backends.tensorflow import (
     applies,
     data,
@@ -35,6 +36,7 @@ from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
 from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
 from bigbatch.core.exact import Storage
 from bigbatch.core.passes import Order
+from bigbatch.core.patching import attributes_kept
 from bigbatch.core.sparse_gradients import SparseGradients
 
 _SWITCHES: Any = weakref.WeakKeyDictionary()
@@ -169,8 +171,7 @@ class TensorFlowBackend(Backend):
             jit_compile=self.jit_compile(model),
             kept=kept,
             before=before,
-            # A custom `train_step` may keep tensors for Python code to look at.
-            is_traceable=not self.has_custom_train_step(model),
+            unharmed=lambda: attributes_kept((model, *layers_of(model))),
             exact=exact,
         )
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from bigbatch.backends.tensorflow.batch import Batch, sample_count
 from bigbatch.backends.tensorflow.compat import under_xla
-from bigbatch.backends.tensorflow.dependence import Dependence, changed_in
+from bigbatch.backends.tensorflow.dependence import Dependence, changed_in, effects_in
 from bigbatch.backends.tensorflow.draws import MicrobatchRows, drawing
 from bigbatch.backends.tensorflow.sparse_rows import SparseRows
 from bigbatch.backends.tensorflow.values import DENSE, ROWS, flattened, packed, zeros
@@ -197,18 +197,24 @@ class Told:
 
     places: list[str | None] = field(default_factory=list)
     once: list[Any] = field(default_factory=list)
+    changed: list[Any] = field(default_factory=list)
+    """All variables that it changes, but those that are kept."""
+    effects: set[str] = field(default_factory=set)
 
 
 class EagerTrace:
     """Traces a function that runs eagerly, and keeps what that tells for other batches.
 
     Args:
+        unharmed: returns a block that a trace leaves attributes alone in.
         tries: how often to try: what fails may be traced later, when more is known, and every
-            replica is traced. None at all if the function may keep tensors of a graph.
+            replica is traced.
     """
 
-    def __init__(self, tries: int = 4) -> None:
-        self._told: dict[Any, Told] = {}
+    def __init__(self, unharmed: Callable[[], Any], tries: int = 4) -> None:
+        self.told: dict[Any, Told] = {}
+        """What is known, by replica."""
+        self._unharmed = unharmed
         self._rows: SparseRows | None = None
         self._tries = tries
 
@@ -224,13 +230,15 @@ class EagerTrace:
         Nothing, if it holds Python code that cannot be traced, or draws in branches.
         """
         replica = this_replica()
-        if replica not in self._told and self._tries:
+        if replica not in self.told and self._tries:
             self._tries -= 1
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), self._unharmed():
                 traced = TracedMicrobatch(rows, batch, None, None, kept, constants)
                 if traced.is_flat:
-                    self._told[replica] = Told(traced.places, traced.once)
+                    self.told[replica] = Told(
+                        traced.places, traced.once, traced.changed, effects_in(traced.graph)
+                    )
                     self._rows = rows
-        told = self._told.get(replica)
+        told = self.told.get(replica)
         rows.told_by(self._rows if told else None)
         return told or Told()

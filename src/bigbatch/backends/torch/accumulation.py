@@ -235,6 +235,9 @@ class Accumulation:
         """Use what a trial of a micro-batch has told."""
         self._same.learn(told)
 
+    def look_at(self, data: Any) -> None:
+        """Do nothing: the trial of a micro-batch has told everything."""
+
     def value(self) -> Any:
         """Return the sum so far, in the structure that `compute` returns."""
         return self._sums.value()
