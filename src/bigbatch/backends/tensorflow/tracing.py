@@ -206,12 +206,14 @@ class EagerTrace:
     """Traces a function that runs eagerly, and keeps what that tells for other batches.
 
     Args:
-        unharmed: returns a block that a trace leaves attributes alone in.
+        unharmed: returns a block for the trace, which undoes what it does to attributes.
         tries: how often to try: what fails may be traced later, when more is known, and every
             replica is traced.
     """
 
-    def __init__(self, unharmed: Callable[[], Any], tries: int = 4) -> None:
+    def __init__(
+        self, unharmed: Callable[[], Any] = contextlib.nullcontext, tries: int = 4
+    ) -> None:
         self.told: dict[Any, Told] = {}
         """What is known, by replica."""
         self._unharmed = unharmed
