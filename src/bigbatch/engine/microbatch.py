@@ -140,8 +140,7 @@ class MicroBatch:
             data: the micro-batch.
         """
         ops, backend, model = self.backend.ops, self.backend, self.model
-        if backend.runs_in_python(model):
-            self.numbers.put_back()
+        self.numbers.put_back()
         context = BatchContext.of(vector)
         samples = ops.weight(backend.data.sample_count(data))
         recorder = TermRecorder(

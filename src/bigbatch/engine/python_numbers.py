@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bigbatch.backends.keras import layers_of
+from bigbatch.backends.keras import backend_of, layers_of
 
 
 class PythonNumbers:
@@ -21,7 +21,9 @@ class PythonNumbers:
         self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def keep(self) -> None:
-        """Note the numbers with which a batch begins."""
+        """Note the numbers with which a batch begins; a graph runs no Python code."""
+        if not backend_of(self._model).runs_in_python(self._model):
+            return
         owners = map(vars, (self._model, *layers_of(self._model)))
         kept = [(of, {k: v for k, v in of.items() if _is_own(k, v)}) for of in owners]
         self._kept = [(of, numbers) for of, numbers in kept if numbers]
