@@ -1,4 +1,4 @@
-"""Train on several devices of a CPU with `keras.distribution.DataParallel`; print differences.
+"""Train on several devices of a CPU with `keras.distribution`; print differences.
 
 The first argument is the number of devices, the second a directory for compiled programs.
 """
@@ -110,4 +110,9 @@ found["said"] = [line for line in said.getvalue().splitlines() if "reduced" in l
 found["no sum"] = difference(values, expected["no sum"])
 found["collectives of no sum"] = collectives()
 found["half the batch"] = difference(train(8, microbatch_size=4), expected["split"])
+mesh = keras.distribution.DeviceMesh((1, DEVICES), ("batch", "model"), devices)
+layouts = keras.distribution.LayoutMap(mesh)
+layouts[".*/kernel"] = "model", None  # rows of the kernels: four and eight
+keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layouts))
+found["parts of weights"] = difference(train(16, microbatch_size=8), expected["split"])
 print(json.dumps(found))

@@ -61,7 +61,7 @@ def test_several_devices_equal_one_and_reduce_once(devices, tmp_path):
     Collectives are counted in all programs that were compiled.
     """
     found = run("devices_probe.py", str(devices), str(tmp_path))
-    for way in ("split", "odd", "streamed", "no sum"):
+    for way in ("split", "odd", "streamed", "no sum", "parts of weights"):
         assert found[way] <= 5e-6, way
     assert found["half the batch"] > 1e-2  # the negative control
     for way in ("split", "odd"):

@@ -10,7 +10,7 @@ import pytest
 import bigbatch
 from bigbatch.backends.jax import dependence
 from bigbatch.backends.jax.state import values_of
-from bigbatch.errors import ContextError
+from bigbatch.errors import ArgumentError, ContextError
 from comparison import largest_difference
 from fit_cases import DENSE_X, DENSE_Y, dense
 from jax_cases import OwnTrainStep
@@ -126,6 +126,16 @@ def test_weights_that_a_train_step_makes_of_samples_are_refused():
     with pytest.raises(ContextError, match="values that depend on samples"):
         model.fit(X, Y, batch_size=21, verbose=0)
     assert largest_difference(model.get_weights(), before) == 0
+
+
+def test_several_processes_are_refused(monkeypatch):
+    """Each process has a part of every batch, which cannot be cut yet."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    model = compiled(microbatch_size=8)  # each trains by itself
+    bigbatch.restore(model)
+    shared = keras.distribution.DataParallel(devices=jax.devices(), auto_shard_dataset=False)
+    with shared.scope(), pytest.raises(ArgumentError, match="2 processes train together"):
+        bigbatch.accumulate(model, microbatch_size=8)
 
 
 def test_an_update_that_has_no_number_is_refused():

@@ -45,6 +45,15 @@ class Keras3OnJax(Keras3, JaxBackend):
                     fix="unset KERAS_NNX_ENABLED",
                 )
             )
+        if jax.process_count() > 1 and self.keras.distribution.distribution() is not None:
+            raise ArgumentError(
+                explain(
+                    received=f"a model that {jax.process_count()} processes train together",
+                    expected="one process, with as many devices as there are",
+                    fix="use the devices of one machine, or TensorFlow with "
+                    "MultiWorkerMirroredStrategy",
+                )
+            )
         return super().methods(model, hooks)
 
     def fit(
