@@ -56,6 +56,11 @@ class Defaults:
         """Return what has been added up, as far as it is logged before a batch is complete."""
         return accumulation.value()
 
+    def draws_by_total(self, accumulation: Any) -> bool:
+        """Say whether random numbers of micro-batches depend on the samples of the batch."""
+        del accumulation
+        return False
+
     def adds_up_rows(self, optimizer: Any) -> bool:
         """Say whether an optimizer makes the same update from rows and from their sum."""
         del optimizer

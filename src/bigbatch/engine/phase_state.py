@@ -196,7 +196,10 @@ class PhaseState:
         backend, model, plan = self._backend, self._model, self.microbatch.plan
         is_known = is_whole and self._replicas == 1
         if backend.is_traced(model):
-            return plan.needs_denominators or (plan.needs_samples and not is_known)
+            passes = [self._passes.all_updates, *self.passes]
+            by_total = any(backend.draws_by_total(one.runs) for one in passes)
+            needs_samples = plan.needs_samples or by_total
+            return plan.needs_denominators or (needs_samples and not is_known)
         # Without a graph nothing is known before it happens, but a trial may tell; unless a
         # custom step is the one to build the model.
         is_custom = backend.has_custom_train_step(model)

@@ -6,6 +6,8 @@ the micro-batches. So a model with dropout is compared like any other.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,6 +15,7 @@ import tensorflow as tf
 import bigbatch
 from apply_cases import gradients_of
 from bigbatch.backends.tensorflow.accumulation import Accumulation
+from bigbatch.backends.tensorflow.draws import FIRST, MicrobatchRows, drawing
 from comparison import check_equals_full_batch, check_same
 from fit_cases import BATCH, DENSE_X, TOKEN_Y, TOKENS, Case, rng
 
@@ -309,11 +312,42 @@ def test_every_type_of_numbers(policy, mode):
         keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize("name", ["dropout", "integers"])
+@pytest.mark.parametrize("name", ["dropout", "integers", "noise"])
 def test_under_xla(name, mode):
-    """The draws of XLA are other numbers, with the same law: but for normal ones."""
+    """The draws of XLA are other numbers, with the same law."""
     case = CASES[name].compiled(jit_compile=True)
     check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])
+
+
+PAIRED = [(16,), (16, 5), (15, 4), (15, 5), (5, 15), (7, 3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, "float32") for shape in PAIRED), ((15, 5), "float16"), ((15, 5), "float64")],
+    ids=str,
+)
+def test_rows_of_normal_draws_of_xla(shape, dtype):
+    """Bit by bit: XLA pairs numbers in the first even dimension, else in the largest."""
+    draw = functools.partial(tf.random.stateless_normal, dtype=dtype, alg="philox")
+
+    @tf.function(jit_compile=True, autograph=False)
+    def parts(seed, total):
+        drawn = []
+        for start in range(0, shape[0], 3):
+            count = min(3, shape[0] - start)
+            # A seed becomes a key by a draw, which is the same for all samples.
+            places = [None, FIRST]
+            here = MicrobatchRows(start, count, None, places, total, is_compiled=True)
+            with drawing(here):
+                drawn.append(draw([count, *shape[1:]], seed))
+        return tf.concat(drawn, 0)
+
+    seed = tf.constant([3, 4])  # an argument: TensorFlow itself would draw from a constant
+    whole = tf.function(lambda seed: draw(shape, seed), jit_compile=True)(seed)
+    assert np.array_equal(parts(seed, tf.constant(shape[0])), whole)
+    if shape == (15, 4):  # of another batch, in which samples share pairs
+        assert not np.array_equal(parts(seed, tf.constant(16)), whole)
 
 
 def test_on_replicas(mode, mirrored):

@@ -143,6 +143,11 @@ class Accumulation:
         told = self._eager_trace.told.values()
         return any(place for one in (*self._micros(), *told) for place in one.places)
 
+    @property
+    def draws_by_total(self) -> bool:
+        """Whether random numbers depend on the samples of the batch; known once traced."""
+        return any(micro.needs_total for micro in self._micros())
+
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say whether draws of several rows for each sample can be in blocks, or not again.
 
@@ -178,8 +183,10 @@ class Accumulation:
         batch = self._batch(data, is_whole=True)
         micro = next(self._micros(), None)
         places = micro.places if micro is not None else self._told(batch).places
-        here = MicrobatchRows(start, int(batch.count), places=places)
-        here.total = _samples_of_batch([context]) if self._draws_in_blocks else None
+        total, in_blocks = _samples_of_batch([context]), self._draws_in_blocks
+        here = MicrobatchRows(
+            start, int(batch.count), places=places, total=total, in_blocks=in_blocks
+        )
         with drawing(here):
             return self._rows.compute(context, *batch.arguments(batch.leaves))
 
@@ -322,10 +329,10 @@ class Accumulation:
             if micro.fits(known) and includes(its_types, types):
                 return micro
         if self._exact is None:
-            total = _samples_of_batch if self._draws_in_blocks else None
-            micro = traced(
-                self._rows, batch, known, self._jit_compile, self._kept, [_CONTEXT], total
-            )
+            # Replicas draw by themselves: the samples of each are not known.
+            total = _samples_of_batch if self._strategy.num_replicas_in_sync == 1 else None
+            settings = known, self._jit_compile, self._kept, [_CONTEXT], total
+            micro = traced(self._rows, batch, *settings, in_blocks=self._draws_in_blocks)
         else:
             micro = TracedMicrobatch(self._rows, batch, None, None, self._kept, [_CONTEXT])
             markers, kept = self._marked.markers[id(micro.graph)], self._kept()

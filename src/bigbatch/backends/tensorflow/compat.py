@@ -111,9 +111,10 @@ def memory_limits() -> dict[str, int]:
 PHILOX = (1, 3)
 """The algorithms with a counter of 128 bits: Philox, and the choice of the device."""
 
+UNIFORM, NORMAL = "stateless_random_uniform_v2", "stateless_random_normal_v2"
 DRAWS_BY_ROW = (
-    "stateless_random_uniform_v2",
-    "stateless_random_normal_v2",
+    UNIFORM,
+    NORMAL,
     "stateless_random_uniform_int_v2",
     "stateless_random_uniform_full_int_v2",
 )

@@ -3,10 +3,10 @@
 TensorFlow's stateless draws are a sequence of blocks, numbered by a counter (Philox). The rows
 [s, s + n) of a draw of r numbers per row are the numbers [s·r, (s + n)·r) of that sequence. So
 the draw of a micro-batch begins s·r numbers later, and equals, bit by bit, its rows of the draw
-of the full batch. This holds for uniform, normal and integer draws of every type; under XLA for
-all of them but normal ones, whose order depends on the whole shape. Truncated normal, gamma,
-binomial, Poisson and categorical draws take a varying count of numbers: there every micro-batch
-draws its own. Decision 0017 has the experiment.
+of the full batch. This holds for uniform, normal and integer draws of every type; under XLA
+normal ones are made of uniform ones (`xla_normals.py`). Truncated normal, gamma, binomial,
+Poisson and categorical draws take a varying count of numbers: there every micro-batch draws its
+own. Decision 0017 has the experiment.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import tensorflow as tf
 
 from bigbatch.backends.tensorflow.compat import (
     DRAWS_BY_ROW,
+    NORMAL,
     PHILOX,
+    UNIFORM,
     drawing_operation,
     replaced_draws,
 )
 from bigbatch.backends.tensorflow.dependence import Dependence
+from bigbatch.backends.tensorflow.xla_normals import normal_rows
 
 _BITS_PER_BLOCK = 128
 _BITS_PER_NUMBER = 32  # at least: a number of a narrower type takes as many
@@ -41,6 +44,11 @@ class MicrobatchRows:
         dependence: what depends on the samples, if the micro-batch is traced into a graph.
         places: for each draw in turn, where the samples are in its shape: what a trace has
             told, for a micro-batch that runs eagerly.
+        total: the samples of the batch, if they can be known before it runs.
+        in_blocks: whether a draw of several rows for each sample has blocks: the rows of real
+            and fake samples that are concatenated are two. Else those of a sample follow each
+            other.
+        is_compiled: whether XLA compiles the micro-batch.
     """
 
     def __init__(
@@ -49,14 +57,16 @@ class MicrobatchRows:
         samples: Any,
         dependence: Dependence | None = None,
         places: Iterable[str | None] = (),
+        total: Any = None,
+        *,
+        in_blocks: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         self.start = tf.cast(start, tf.int64)
-        self.total: Any = None
-        """The samples of the batch, if a draw of several rows for each sample has blocks.
-
-        The rows of real and fake samples that are concatenated are two blocks. `None`: the
-        rows of a sample follow each other.
-        """
+        self._total = None if total is None else tf.cast(total, tf.int64)
+        self._in_blocks, self._is_compiled = in_blocks, is_compiled
+        self.needs_total = False
+        """Whether a draw depends on the samples of the batch."""
         self._samples = samples
         self.dependence = dependence
         self._told = iter(places)
@@ -67,8 +77,7 @@ class MicrobatchRows:
 
     def rows_before(self, count: Any) -> Any:
         """Return the rows before those of a tensor that has `count` rows for these samples."""
-        samples = tf.maximum(tf.cast(self._samples, tf.int64), 1)
-        return self.start * (tf.cast(count, tf.int64) // samples)
+        return self.start * (tf.cast(count, tf.int64) // self._any_samples())
 
     def place_of(self, shape: Any) -> str | None:
         """Say where the samples are in the shape of the next draw.
@@ -88,37 +97,50 @@ class MicrobatchRows:
 
     def draw(self, draw: Callable[..., Any], shape: Any, counter: Any, dtype: Any) -> Any:
         """Return this micro-batch's rows of what `draw(shape, counter)` is for the batch."""
-        bits = max(8 * tf.as_dtype(dtype).size, _BITS_PER_NUMBER)
-        per_block = _BITS_PER_BLOCK // bits
         shape = tf.convert_to_tensor(shape)
         count = tf.reduce_prod(tf.cast(shape, tf.int64))
-        samples = tf.maximum(tf.cast(self._samples, tf.int64), 1)
-        if self.total is not None:
-            return self._blocks(draw, shape, counter, samples, per_block)
+        if self._in_blocks:
+            return self._blocks(draw, shape, counter, dtype)
         first = self.rows_before(count)
-        counter = _advanced(counter, first // per_block)
+        per_block = _numbers_per_block(dtype)
         inner = tf.get_static_value(tf.reduce_prod(shape[1:]))
         if inner is not None and inner % per_block == 0:  # every row begins with a block
-            return draw(shape, counter)
-        flat = draw(tf.reshape(count + per_block - 1, [1]), counter)
-        return tf.reshape(tf.slice(flat, [first % per_block], [count]), shape)
+            return draw(shape, _advanced(counter, first // per_block))
+        return tf.reshape(_numbers(draw, counter, first, count, dtype), shape)
 
-    def _blocks(
-        self, draw: Callable[..., Any], shape: Any, counter: Any, samples: Any, per_block: int
-    ) -> Any:
+    def draws_pairs(self, operation: str, shape: Any) -> bool:
+        """Say whether a draw pairs numbers in an order that depends on its whole shape."""
+        if operation != NORMAL or not self._is_compiled or self._total is None:
+            return False
+        return _inner(shape).is_fully_defined() and not self._in_blocks
+
+    def draw_pairs(self, draw: Callable[..., Any], shape: Any, counter: Any, dtype: Any) -> Any:
+        """Return this micro-batch's rows of a normal draw, of uniform draws of XLA."""
+        self.needs_total = True
+        shape = tf.convert_to_tensor(shape)
+        rows = tf.cast(shape[0], tf.int64)
+
+        def uniform(first: Any, count: Any) -> Any:
+            return _numbers(draw, counter, first, count, dtype)
+
+        total = self._total * (rows // self._any_samples())
+        inner = _inner(shape).as_list()
+        return normal_rows(uniform, shape, inner, self.rows_before(rows), total, dtype)
+
+    def _any_samples(self) -> Any:
+        return tf.maximum(tf.cast(self._samples, tf.int64), 1)
+
+    def _blocks(self, draw: Callable[..., Any], shape: Any, counter: Any, dtype: Any) -> Any:
         """Return a draw in which each sample has a row in every block."""
-        inner = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
-        total, count = tf.cast(self.total, tf.int64), samples * inner
+        inner, samples = tf.reduce_prod(tf.cast(shape[1:], tf.int64)), self._any_samples()
+        count = samples * inner
 
         def block(number: Any) -> Any:
-            first = (number * total + self.start) * inner
-            advanced = _advanced(counter, first // per_block)
-            flat = draw(tf.reshape(count + per_block - 1, [1]), advanced)
-            return tf.slice(flat, [first % per_block], [count])
+            first = (number * self._total + self.start) * inner
+            return _numbers(draw, counter, first, count, dtype)
 
         blocks = tf.range(tf.cast(shape[0], tf.int64) // samples)
-        dtype = draw(tf.zeros([1], tf.int32), counter).dtype
-        spec = tf.TensorSpec([None], dtype)
+        spec = tf.TensorSpec([None], draw(tf.zeros([1], tf.int32), counter).dtype)
         return tf.reshape(tf.map_fn(block, blocks, fn_output_signature=spec), shape)
 
 
@@ -155,6 +177,14 @@ def _draw(operation: str, *args: Any, **options: Any) -> Any:
     if place is FIRST and operation in DRAWS_BY_ROW and is_philox:
         dtype = given["minval"].dtype if "minval" in given else given.get("dtype", tf.float32)
 
+        if rows.draws_pairs(operation, shape):
+            uniform = drawing_operation(UNIFORM)
+
+            def draw_uniform(shape: Any, counter: Any) -> Any:
+                return uniform(**{**given, "shape": shape, "counter": counter})
+
+            return rows.draw_pairs(draw_uniform, shape, given["counter"], dtype)
+
         def draw_from(shape: Any, counter: Any) -> Any:
             return draw(**{**given, "shape": shape, "counter": counter})
 
@@ -164,6 +194,23 @@ def _draw(operation: str, *args: Any, **options: Any) -> Any:
     first, *others = tf.unstack(given[word])
     given[word] = tf.stack([first, *(one + tf.cast(rows.start, one.dtype) for one in others)])
     return draw(**given)
+
+
+def _numbers(draw: Callable[..., Any], counter: Any, first: Any, count: Any, dtype: Any) -> Any:
+    """Return `count` numbers of a draw, from number `first` on."""
+    per_block = _numbers_per_block(dtype)
+    counter = _advanced(counter, first // per_block)
+    flat = draw(tf.reshape(count + per_block - 1, [1]), counter)
+    return tf.slice(flat, [first % per_block], [count])
+
+
+def _inner(shape: Any) -> tf.TensorShape:
+    """Return what is known of the dimensions of a draw, but for the first."""
+    return tf.zeros(shape, tf.bool).shape[1:]
+
+
+def _numbers_per_block(dtype: Any) -> int:
+    return _BITS_PER_BLOCK // max(8 * tf.as_dtype(dtype).size, _BITS_PER_NUMBER)
 
 
 def _advanced(counter: Any, blocks: Any) -> Any:

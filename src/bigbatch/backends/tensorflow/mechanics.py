@@ -151,6 +151,9 @@ class TensorFlowBackend(Backend):
             summed.append(table is not None and sparse.is_summed(table))
         return summed
 
+    def draws_by_total(self, accumulation: Accumulation) -> bool:
+        return accumulation.draws_by_total
+
     def adds_up_rows(self, optimizer: Any) -> bool:
         return adds_up_rows(optimizer)
 

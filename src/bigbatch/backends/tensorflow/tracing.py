@@ -32,7 +32,8 @@ class TracedMicrobatch:
         kept: returns the variables that every micro-batch changes, whatever their new value
             depends on; the trace may make some.
         constants: types of tensors that are the same for every micro-batch.
-        total: returns the samples of the batch, given `constants`, if draws are in blocks.
+        total: returns the samples of the batch, given `constants`, if they may be needed.
+        in_blocks: whether draws of several rows for each sample are in blocks.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class TracedMicrobatch:
         kept: Callable[[], Iterable[Any]],
         constants: Sequence[tf.TensorSpec] = (),
         total: Callable[[list[Any]], Any] | None = None,
+        *,
+        in_blocks: bool = False,
     ) -> None:
         self.is_any_size = size is None
         """Whether micro-batches may have any number of samples."""
@@ -51,6 +54,8 @@ class TracedMicrobatch:
         """For each random draw in turn, where the samples are in its shape."""
         self.is_flat = True
         """Whether no draw stands in a branch, where it may not happen."""
+        self.needs_total = False
+        """Whether a random draw depends on the samples of the batch."""
         self._batch = batch
         self._size = size
         self.kinds: Any = None
@@ -61,12 +66,19 @@ class TracedMicrobatch:
             same[:] = constants
             if self.is_any_size:
                 dependence = Dependence(tf.compat.v1.get_default_graph(), constants=same)
-                here = MicrobatchRows(start, sample_count(leaves), dependence)
-                here.total = None if total is None else total(constants)
+                here = MicrobatchRows(
+                    start,
+                    sample_count(leaves),
+                    dependence,
+                    total=None if total is None else total(constants),
+                    in_blocks=in_blocks,
+                    is_compiled=bool(jit_compile),
+                )
                 with drawing(here):
                     results = rows.compute(*constants, *batch.arguments(leaves))
                     results = rows.parted(results)
                 self.places, self.is_flat = here.places, here.is_flat
+                self.needs_total = here.needs_total
             else:
                 results = rows.parted(rows.compute(*constants, *batch.arguments(leaves)))
             tensors, self.kinds = flattened(results)
@@ -181,10 +193,13 @@ def traced(
     kept: Callable[[], Iterable[Any]],
     constants: Sequence[tf.TensorSpec] = (),
     total: Callable[[list[Any]], Any] | None = None,
+    *,
+    in_blocks: bool = False,
 ) -> TracedMicrobatch:
     """Return a function traced for micro-batches of any size, or of `size` if it must know."""
+    known = rows, batch, None, jit_compile, kept, constants, total
     try:
-        return TracedMicrobatch(rows, batch, None, jit_compile, kept, constants, total)
+        return TracedMicrobatch(*known, in_blocks=in_blocks)
     except Exception:
         if size is None:
             raise
