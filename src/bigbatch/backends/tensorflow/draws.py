@@ -124,7 +124,7 @@ class MicrobatchRows:
             return _numbers(draw, counter, first, count, dtype)
 
         total = self._total * (rows // self._any_samples())
-        inner = _inner(shape).as_list()
+        inner: Any = _inner(shape).as_list()
         return normal_rows(uniform, shape, inner, self.rows_before(rows), total, dtype)
 
     def _any_samples(self) -> Any:
