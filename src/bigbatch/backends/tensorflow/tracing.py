@@ -75,8 +75,7 @@ class TracedMicrobatch:
                     is_compiled=bool(jit_compile),
                 )
                 with drawing(here):
-                    results = rows.compute(*constants, *batch.arguments(leaves))
-                    results = rows.parted(results)
+                    results = rows.parted(rows.compute(*constants, *batch.arguments(leaves)))
                 self.places, self.is_flat = here.places, here.is_flat
                 self.needs_total = here.needs_total
             else:
@@ -90,6 +89,16 @@ class TracedMicrobatch:
         types = tf.TensorSpec([], tf.int64), list(constants), batch.specs(size)
         self._function = function.get_concrete_function(*types)
         self.graph = self._function.graph
+        self._sort_variables(kept, same)
+        self._before: list[Any] = []
+        self.specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._function.outputs]
+        """The types of the results."""
+        parts = {DENSE: [False], ROWS: [True, True]}
+        self.is_rows = [one for k in tf.nest.flatten(self.kinds) for one in parts.get(k, [])]
+        """For each result, whether its rows are listed, not added up."""
+
+    def _sort_variables(self, kept: Callable[[], Iterable[Any]], same: list[Any]) -> None:
+        """Note which variables a micro-batch changes; `same` is the same in all of them."""
         self.once: list[Any] = []
         """The variables that change once per batch: in the same way for any samples."""
         apart, changed = {id(variable) for variable in kept()}, changed_in(self.graph)
@@ -100,13 +109,6 @@ class TracedMicrobatch:
         if self.is_any_size:
             dependence = Dependence(self.graph, constants=same)
             self.once = dependence.independent_variables(self.changed)
-        self._before: list[Any] = []
-        self.specs = [tf.TensorSpec(t.shape, t.dtype) for t in self._function.outputs]
-        """The types of the results."""
-        self.is_rows: list[bool] = []
-        """For each result, whether its rows are listed, not added up."""
-        for kind in tf.nest.flatten(self.kinds):
-            self.is_rows += {DENSE: [False], ROWS: [True, True]}.get(kind, [])
 
     def fits(self, size: int | None) -> bool:
         """Say whether micro-batches may have `size` samples (`None`: any number)."""
