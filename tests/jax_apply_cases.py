@@ -180,6 +180,15 @@ class Clipped(Gan):
         return {"critic": loss, "generator": other}
 
 
+class ClippedAndLogged(Clipped):
+    """Logs what weights are after they have been clipped."""
+
+    def run(self, values: Values, x: Any, y: Any) -> dict[str, Any]:
+        logs = super().run(values, x, y)
+        kernel = values.of(self.generator.trainable_variables)[0]
+        return {**logs, "largest": jnp.max(jnp.abs(kernel))}
+
+
 class FourOptimizers(Program):
     """Two generators and two critics from one forward pass, as CycleGAN."""
 
@@ -354,6 +363,7 @@ PROGRAMS = {
     "gan": Gan,
     "wgan-gp": WassersteinGan,
     "clipped weights": Clipped,
+    "clipped and logged": ClippedAndLogged,
     "four optimizers": FourOptimizers,
     "teacher": Teacher,
     "adapter": Adapter,

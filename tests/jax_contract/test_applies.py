@@ -23,6 +23,7 @@ PASSES = {
     "gan": 2,
     "wgan-gp": 4,
     "clipped weights": 3,
+    "clipped and logged": 4,
     "four optimizers": 1,
     "teacher": 1,
     "adapter": 1,

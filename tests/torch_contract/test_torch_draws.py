@@ -196,6 +196,17 @@ def test_draws_for_samples_that_are_concatenated_are_told_if_they_differ():
         check_same(found, case.train(), TOLERANCE)
 
 
+class Attends(layers.Layer):
+    """Attention that does not drop out, which torch has one operation for."""
+
+    def build(self, shape):
+        self.attention = layers.MultiHeadAttention(2, 3)
+        self.attention.build(shape, shape)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
 class OfTorch(layers.Layer):
     def call(self, x, training=False):
         return x + 0.1 * torch.randn_like(x) if training else x
@@ -231,6 +242,7 @@ def test_the_banner_names_layers_with_other_draws(capsys):
             "split", OfTorch
         )
     assert "lstm_cell" in said("window", reshape, lambda: layers.LSTM(4, dropout=0.1))
+    assert "random draws" not in said("split", reshape, Attends, layers.Flatten)
 
 
 def test_a_failed_batch_gives_the_random_numbers_back():

@@ -32,6 +32,8 @@ class Order:
     """What logs, metrics and other values of samples depend on."""
     state: int
     """What assignments depend on that are the same for all samples, as of an EMA teacher."""
+    has_own_changes: bool = False
+    """Whether the `train_step` itself gives weights other values, the same for all samples."""
 
 
 @dataclass(frozen=True)
@@ -92,5 +94,5 @@ def plan_of(order: Order) -> Plan:
         return Plan(settles=order.state >= last)
     passes = [Pass(*ends, gives_logs=False) for ends in zip(firsts, [*firsts[1:], count])]
     if is_late:
-        return Plan((*passes, Pass(count, count)))
+        return Plan((*passes, Pass(count, count)), settles=order.has_own_changes)
     return Plan((*passes[:-1], Pass(last, count)), settles=order.state >= last)

@@ -1,11 +1,14 @@
-"""Attributes of an object replaced, past what Keras does when an attribute is set."""
+"""Attributes of objects, and what they hold, replaced or put back."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from typing import Any, Iterable, Iterator
 
 _MISSING = object()
+_CONTAINERS = (list, dict, set, collections.deque)
+_LIBRARIES = {"bigbatch", "jax", "jaxlib", "keras", "numpy", "tensorflow", "tf_keras", "torch"}
 
 
 @contextlib.contextmanager
@@ -30,13 +33,8 @@ def replaced(target: Any, **attributes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(owners: Iterable[Any]) -> Iterator[None]:
-    """Return a block in which code may set attributes of objects, and which undoes that.
-
-    What it adds to lists, dicts and sets that are attributes with a public name goes to copies.
-    """
+    """Return a block in which code may set attributes of objects, and which undoes that."""
     before = [(vars(one), dict(vars(one))) for one in owners]
-    for own, kept in before:
-        own.update((name, _copy(value)) for name, value in kept.items() if name[0] != "_")
     try:
         yield
     finally:
@@ -45,8 +43,69 @@ def attributes_kept(owners: Iterable[Any]) -> Iterator[None]:
             own.update(kept)
 
 
-def _copy(value: Any) -> Any:
-    for kind in (list, dict, set):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
+@contextlib.contextmanager
+def contents_kept(owners: Iterable[Any]) -> Iterator[None]:
+    """Return a block after which objects hold what they held, such as a list of losses.
+
+    Looks into lists, dicts, sets, deques and objects of the user's classes that are attributes
+    of `owners` with a public name, and into those that they hold. Layers that are built in the
+    block stay where they are.
+    """
+    noted = _contents(owners)
+    try:
+        yield
+    finally:
+        for value, kept in noted:
+            held = _held(value)
+            if not _are_same(held, kept) and not any(map(_is_of_keras, _values(held))):
+                own = value if isinstance(value, _CONTAINERS) else vars(value)
+                own.clear()
+                (own.update if hasattr(own, "update") else own.extend)(kept)
+
+
+def _contents(owners: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Return what holds something, and what it holds."""
+    noted: dict[int, tuple[Any, Any]] = {}
+    left = [v for one in owners for name, v in vars(one).items() if not name.startswith("_")]
+    while left:
+        value = left.pop()
+        if id(value) not in noted and (isinstance(value, _CONTAINERS) or _is_plain(value)):
+            kept = _held(value)
+            noted[id(value)] = value, kept
+            left.extend(_values(kept))
+    return list(noted.values())
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether a value is an object of a class that is built on no framework."""
+    if not hasattr(value, "__dict__") or isinstance(value, type) or callable(value):
+        return False
+    return _LIBRARIES.isdisjoint(_packages(value))
+
+
+def _is_of_keras(value: Any) -> bool:
+    return not {"keras", "tf_keras"}.isdisjoint(_packages(value))
+
+
+def _packages(value: Any) -> set[str]:
+    """Return the packages that the class of a value is built on."""
+    return {one.__module__.split(".")[0] for one in type(value).__mro__}
+
+
+def _held(value: Any) -> Any:
+    """Return what a container or an object holds, as a dict or a list."""
+    if not isinstance(value, _CONTAINERS):
+        return dict(vars(value))
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
+def _values(held: Any) -> Any:
+    return held.values() if isinstance(held, dict) else held
+
+
+def _are_same(held: Any, kept: Any) -> bool:
+    if len(held) != len(kept):
+        return False
+    if isinstance(kept, dict):
+        return all(name in held and held[name] is value for name, value in kept.items())
+    return all(one is other for one, other in zip(held, kept))

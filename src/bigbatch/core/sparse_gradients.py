@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Dict, Tuple
 
 ROWS, DENSE = "rows", "dense"
 CHOICES = (ROWS, DENSE)
@@ -34,8 +35,10 @@ class SparseGradients:
     choice: str = ROWS
     samples: int | None = None
     """The samples of a batch on one replica, if they are known before a trace."""
-    tables: dict[str, Table] = field(default_factory=dict)
-    """The variables that have sparse gradients, by name; known when a micro-batch is traced."""
+    tables: Dict[Tuple[str, int], Table] = field(default_factory=dict)
+    """The variables that have sparse gradients, by name and by the `id` of their optimizer."""
+    is_known: bool = False
+    """Whether a micro-batch has shown which gradients are sparse."""
 
     def is_summed(self, table: Table) -> bool:
         """Say whether the rows of a table are summed into one dense tensor."""

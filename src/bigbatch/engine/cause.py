@@ -94,8 +94,9 @@ def of_summed_rows(model: Any, phases: Any) -> list[Cause]:
     """Return the tables whose rows are summed, where that makes another update."""
     backend, sparse = backend_of(model), phases.sparse
     named = [(f"the gradient of {one.name!r}", one.optimizer) for one in sparse.differing]
-    is_unseen = phases.full_batch_loss is not None or not backend.is_traced(model)
-    if sparse.choice == DENSE and is_unseen and not sparse.tables:  # no micro-batch has run yet
+    # Where the loss is that of the whole batch, no gradients have been there yet.
+    may_be_sparse = not sparse.is_known and any(map(_may_look_up, layers_of(model)))
+    if sparse.choice == DENSE and may_be_sparse:
         differing = [one for one in optimizers_of(model) if not backend.adds_up_rows(one)]
         named = [("sparse gradients", type(one).__name__) for one in differing]
     return [
@@ -109,6 +110,12 @@ def of_summed_rows(model: Any, phases: Any) -> list[Cause]:
         )
         for where, optimizer in named
     ]
+
+
+def _may_look_up(layer: Any) -> bool:
+    """Say whether a layer may have a sparse gradient: an embedding, or one that is unknown."""
+    is_known = type(layer).__module__.split(".")[0] in ("keras", "tf_keras")
+    return not is_known or type(layer).__name__ == "Embedding"
 
 
 def _beside_batch_norm(found: dict[Item, float]) -> Cause:

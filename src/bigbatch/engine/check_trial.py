@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 from bigbatch.backends.keras import backend_of, layers_of, metrics_of
 from bigbatch.core.outcome import Outcome
+from bigbatch.core.patching import contents_kept
 from bigbatch.engine.cause import Call, Part
 from bigbatch.engine.phases import Phases
 
@@ -76,6 +77,10 @@ class Trial:
 
     def outcome(self, rows: Any, size: int) -> Outcome:
         """Return what samples give in parts of `size`; nothing has changed afterwards."""
+        with contents_kept((self._model, *layers_of(self._model))):
+            return self._outcome(rows, size)
+
+    def _outcome(self, rows: Any, size: int) -> Outcome:
         backend, phases, model = self._backend, self._phases, self._model
         whole = backend.few_samples.rows_on_replicas(model, self._samples, rows)
         cuts: list[Any] = [whole]
@@ -90,6 +95,8 @@ class Trial:
             ]
         before = backend.few_samples.arrays(self._values())
         phases.begin()
+        numbers = phases.microbatch.numbers
+        before.update(numbers.values())
         if phases.needs_counts:
             for part in cuts:
                 phases.count(part, length)
@@ -105,9 +112,9 @@ class Trial:
             variables = [one.variables for one in this.microbatch.captured]
             gradients += zip(variables, backend.few_samples.arrays(of_pass))
         logs = backend.few_samples.arrays(logs)
-        after = backend.few_samples.arrays(self._values())
+        after = {**backend.few_samples.arrays(self._values()), **numbers.values()}
         phases.rollback.restore()
-        phases.microbatch.numbers.put_back()
+        numbers.put_back()
         self.put_back()
         names = _names(model)
         return Outcome(
@@ -116,7 +123,7 @@ class Trial:
                 for some, values in gradients
             ],
             logs=logs,
-            variables={name: (before[name], after[name]) for name in before},
+            variables={name: (before[name], after[name]) for name in before if name in after},
         )
 
     def run_by_python(self) -> list[Part]:
@@ -135,7 +142,8 @@ class Trial:
             data = backend.few_samples.rows_on_replicas(
                 model, self._samples, range(first, last)
             )
-            with backend.few_samples.watching_layers(model) as calls:
+            kept = contents_kept((model, *layers_of(model)))
+            with kept, backend.few_samples.watching_layers(model) as calls:
                 gradients = self._gradients(data, first)
             calls = [Call(*call) for call in calls]
             parts.append(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, NamedTuple
 
-from bigbatch.backends.keras import backend_of, metrics_of
+from bigbatch.backends.keras import backend_of, layers_of, metrics_of
 from bigbatch.core.exact import Storage, exact_choice
 from bigbatch.core.memory import readable
 from bigbatch.core.passes import ALL_UPDATES, Pass, Plan, plan_of
+from bigbatch.core.patching import contents_kept
 from bigbatch.core.sparse_gradients import SparseGradients, Table
 from bigbatch.engine.captured import CapturedGradients
 from bigbatch.engine.loss_plan import LossPlan
@@ -82,6 +83,8 @@ class Passes:
         model = self._model
         microbatch = MicroBatch(model, self._batch_norm, part, self._made, plan, self._sparse)
         microbatch.numbers = self.numbers
+        if plan is not None:  # the check of `fit` lets batch normalisation stand still in all
+            microbatch.norm.switch = self.all_updates.microbatch.norm.switch
         choice = {"exact": self.storage} if self.storage else {}
         kept = microbatch.kept
         runs = self._backend.accumulation(
@@ -183,7 +186,8 @@ class Passes:
         local_results = functools.partial(backend.local_results, model)
         parts = [part for variable in variables for part in local_results(variable)]
         self.numbers.keep()
-        with backend.unchanged(parts) as put_back:
+        kept = contents_kept((model, *layers_of(model)))
+        with kept, backend.unchanged(parts) as put_back:
             backend.on_replicas(model, local, data)
         self.numbers.put_back()
         for metric in metrics_of(model):  # which the trial may have built

@@ -44,6 +44,8 @@ class Phases(PhaseState):
             return False
         if not any(backend.data.includes(one, types) for one in self._known):
             self._known.append(types)
+        if not is_open:
+            self._passes.numbers.keep()  # a trace runs Python code, which begins with them
         is_first = self.rollback is None
         is_built = backend.build(model, data)
         first, self._known_size = self._passes.all_updates.microbatch, size

@@ -6,6 +6,7 @@ whether updates follow each other or come from one forward pass.
 
 from __future__ import annotations
 
+import collections
 from dataclasses import replace
 
 import numpy as np
@@ -18,9 +19,9 @@ from bigbatch.backends.tensorflow.rollback import UpdateResults
 from bigbatch.core.passes import ALL_UPDATES, NONE, Order, Pass, Plan, plan_of
 from bigbatch.engine import passes
 from comparison import check_equals_full_batch, check_same, paired
-from fit_cases import mostly_matrix
+from fit_cases import Case, mostly_matrix
 
-from stack import IS_KERAS_3
+from stack import IS_KERAS_3, keras
 
 pytestmark = pytest.mark.skipif(not IS_KERAS_3, reason="the programs are written for Keras 3")
 EXACT = 1e-12
@@ -222,3 +223,57 @@ def test_python_code_counts_batches(mode, float64):
     check_same(found, expected, EXACT)
     assert found.model.batches == expected.model.batches
     assert np.isfinite([float(loss) for loss in found.model.seen_losses]).all()
+
+
+class Notes:
+    """An object of the user's."""
+
+    def __init__(self):
+        self.losses = []
+
+
+class Remembering(keras.Sequential):
+    """Python code keeps losses in objects that it has, and trains on what it remembers."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.bank, self.notes = [], Notes()
+        self.recent = {"losses": collections.deque(maxlen=50)}
+
+    def train_step(self, data):
+        x, y = data
+        self.bank.append(tf.reduce_mean(y, 0))
+        logs = super().train_step((x, y + len(self.bank) * self.bank[0]))
+        self.notes.losses.append(logs["loss"])
+        self.recent["losses"].append(logs["loss"])
+        return logs
+
+
+def test_trying_leaves_nothing_in_python_objects(float64):
+    """One micro-batch per batch is plain Keras, whatever a step remembers."""
+    make = lambda: Remembering([keras.Input((4,)), keras.layers.Dense(3)])  # noqa: E731
+    case = Case(make, REAL, CODE).compiled(run_eagerly=True)
+    expected = case.train()
+    with pytest.warns(bigbatch.NotEqualWarning):  # cut, it would remember more
+        found = case.train(lambda m: bigbatch.accumulate(m, microbatch_size=50))
+    check_same(replace(found, warnings=()), expected, EXACT)
+    for one in (found.model, expected.model):
+        kept = one.bank, one.notes.losses, one.recent["losses"]
+        assert [len(some) for some in kept] == [len(expected.model.bank)] * 3
+        assert all(np.isfinite(np.asarray(value)).all() for some in kept for value in some)
+
+
+class CountsSamples(keras.Sequential):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.counted = 0
+
+    def train_step(self, data):
+        self.counted += int(data[0].shape[0])
+        return super().train_step(data)
+
+
+def test_python_code_that_counts_samples_is_named(float64):
+    make = lambda: CountsSamples([keras.Input((4,)), keras.layers.Dense(3)])  # noqa: E731
+    with pytest.warns(bigbatch.NotEqualWarning, match=r"\.counted'"):
+        Case(make, REAL, CODE).compiled(run_eagerly=True).accumulate("split", epochs=1)

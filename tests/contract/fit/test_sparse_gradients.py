@@ -122,7 +122,7 @@ def test_the_smaller_one_is_taken_where_both_are_the_same_update(capsys):
         model = case_of(optimizer).build(lambda m: bigbatch.accumulate(m, **setting))
         model.fit(TOKENS, TOKEN_Y, batch_size=BATCH, verbose=2)
         sparse = vars(model)["_bigbatch_hooks"].trainer.sparse
-        return {name.split("/")[-2]: sparse.is_summed(t) for name, t in sparse.tables.items()}
+        return {t.name.split("/")[-2]: sparse.is_summed(t) for t in sparse.tables.values()}
 
     assert tables(sgd) == {"tokens": True, "positions": False}
     assert "sparse_gradients" not in capsys.readouterr().out
@@ -130,6 +130,43 @@ def test_the_smaller_one_is_taken_where_both_are_the_same_update(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "the rows of tokens/embeddings take 2.3 KiB until the update" in said
     assert 'sparse_gradients="dense" takes less memory, and differs under Adam' in said
+
+
+class TwoOptimizers(keras.Model if IS_KERAS_3 else object):
+    """Updates one table by Adam, then by SGD."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.top = table_of_rows(), layers.Dense(2)
+        self.second = keras.optimizers.SGD(0.1)
+
+    def call(self, tokens):
+        return self.top(self.table(tokens))
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer in (self.optimizer, self.second):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x) - y))
+            variables = self.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_one_table_of_two_optimizers(run_eagerly):
+    case = Case(TwoOptimizers, TOKENS, TOKEN_Y, loss=None, optimizer=adam)
+    case = case.compiled(run_eagerly=run_eagerly)
+    check_same(train(case, SETTINGS[0]), case.train(), TOLERANCE["float32"])
+    with pytest.raises(DifferenceError, match="Adam treats them differently"):
+        train(case, SETTINGS[0], sparse_gradients="dense", check="raise")
+
+
+def test_dense_is_no_hazard_without_sparse_gradients():
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile("adam", "mse", run_eagerly=True)
+    bigbatch.accumulate(model, microbatch_size=3, sparse_gradients="dense", check="raise")
+    model.fit(np.ones((7, 3)), np.ones((7, 1)), batch_size=7, verbose=0)
 
 
 def test_what_is_larger():

@@ -37,6 +37,11 @@ def seeds_of(model: Any) -> list[Any]:
     return [one.state for layer in layers for one in layer._seed_generators]
 
 
+def weights_of(optimizer: Any) -> list[Any]:
+    """Return the weights that an optimizer was built for."""
+    return list(getattr(optimizer, "inner_optimizer", optimizer)._trainable_variables)
+
+
 def set_state(model: Any, state: Any) -> None:
     """Set what `fit` puts back into a model at its end, also if it fails."""
     model._jax_state = dict(zip(PARTS, state))

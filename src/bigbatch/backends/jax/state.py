@@ -14,7 +14,7 @@ import jax
 import keras
 import numpy as np
 
-from bigbatch.backends.jax.compat import set_state
+from bigbatch.backends.jax.compat import set_state, weights_of
 from bigbatch.backends.jax.memory import noticing
 from bigbatch.backends.keras import optimizers_of
 from bigbatch.errors import ContextError, explain
@@ -48,6 +48,8 @@ def of_updates(model: Any) -> list[Any]:
     trainable, others, slots, _ = variables_of(model)
     others_of = [one for one in optimizers_of(model) if one is not model.optimizer]
     kept = {id(variable) for one in others_of for variable in one.variables}
+    # Weights that are not trainable any more may be those that an optimizer was built for.
+    kept |= {id(variable) for one in optimizers_of(model) for variable in weights_of(one)}
     return [*trainable, *slots, *(one for one in others if id(one) in kept)]
 
 

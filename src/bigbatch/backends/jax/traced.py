@@ -140,14 +140,15 @@ class TracedMicrobatch:
             return max((last[number] for number in numbers), default=NONE)
 
         state = last_of(of_state)
-        if self._given or self._left:  # to be made once, after all updates
+        has_own_changes = bool(self._given or self._left)
+        if has_own_changes:  # to be made once, after all updates
             state = len(of_gradients) - 1
-        self.order = Order(
-            self._changed,
-            [last_of(some) for some in of_gradients],
-            last_of(others.difference(of_state)),
-            state,
-        )
+        needed = [last_of(some) for some in of_gradients]
+        for number, _ in self._given:  # just before an update: after the one before it
+            place = number - len(self._made())
+            needed[place] = max(needed[place], number - 1)
+        values = last_of(others.difference(of_state))
+        self.order = Order(self._changed, needed, values, state, has_own_changes)
 
     def _numbers_of_leaves(self) -> list[int]:
         """Return for each leaf of what `compute` returns the number of its output."""

@@ -36,7 +36,7 @@ from bigbatch.backends.tensorflow.values import WEIGHT_DTYPE, after, shaped
 from bigbatch.backends.tensorflow.variables import local_variable, on_this_replica
 from bigbatch.core.exact import Storage
 from bigbatch.core.passes import Order
-from bigbatch.core.patching import attributes_kept
+from bigbatch.core.patching import attributes_kept, contents_kept
 from bigbatch.core.sparse_gradients import SparseGradients
 
 _SWITCHES: Any = weakref.WeakKeyDictionary()
@@ -138,16 +138,17 @@ class TensorFlowBackend(Backend):
         variables: list[Any],
         gradients: list[Any],
     ) -> list[bool]:
-        summed = []
+        summed, sparse.is_known = [], True
         for variable, gradient in zip(variables, gradients):
             table = None
             if isinstance(gradient, tf.IndexedSlices):
                 name = getattr(variable, "path", None) or variable.name
-                table = sparse.tables.get(name)
+                key = name, id(optimizer)
+                table = sparse.tables.get(key)
                 if table is None or not tf.executing_eagerly():  # a graph tells more
                     table = table_of(variable, name, gradient, type(optimizer).__name__)
                     table = replace(table, adds_up=self.adds_up_rows(optimizer))
-                    sparse.tables[name] = table
+                    sparse.tables[key] = table
             summed.append(table is not None and sparse.is_summed(table))
         return summed
 
@@ -174,7 +175,7 @@ class TensorFlowBackend(Backend):
             jit_compile=self.jit_compile(model),
             kept=kept,
             before=before,
-            unharmed=lambda: attributes_kept((model, *layers_of(model))),
+            unharmed=lambda: _unharmed((model, *layers_of(model))),
             exact=exact,
         )
 
@@ -298,3 +299,10 @@ class TensorFlowBackend(Backend):
 
     def shaped(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         return list(map(shaped, gradients, variables))
+
+
+@contextlib.contextmanager
+def _unharmed(owners: tuple[Any, ...]) -> Iterator[None]:
+    """Return a block in which code is traced, to be looked at: objects stay as they are."""
+    with attributes_kept(owners), contents_kept(owners):
+        yield

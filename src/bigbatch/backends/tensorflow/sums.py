@@ -147,7 +147,7 @@ class StoredSums:
         self._specs, self._is_rows = specs, is_rows
         self._variables = [
             # A list of tensors, concatenated once: not a tensor that is copied to grow.
-            _list_variable(spec)
+            _RowLists(spec)
             if rows
             # A number is added to tensors of every shape.
             else local_variable(tf.zeros([], spec.dtype), ANY_SHAPE)
@@ -195,16 +195,32 @@ class StoredSums:
         ]
 
 
-def _list_variable(spec: tf.TensorSpec) -> Any:
-    """Return a variable for a list of tensors, on each replica.
+class _RowLists:
+    """A list of tensors on each replica.
 
-    Of several workers the first would send its value to the others, which a list cannot be.
+    A variable of a strategy would not do: the first worker sends its value to the others, which
+    a list cannot be.
     """
-    strategy = tf.distribute.get_strategy()
-    is_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
-    if is_worker and len(strategy.extended.worker_devices) == 1:
-        return undistributed_variable(_no_tensors(spec))
-    return local_variable(_no_tensors(spec), summed=False)
+
+    def __init__(self, spec: tf.TensorSpec) -> None:
+        strategy = tf.distribute.get_strategy()
+        several = strategy.num_replicas_in_sync > 1
+        devices = strategy.extended.worker_devices if several else [None]
+        self._lists = []
+        for device in devices:
+            with tf.device(device):
+                self._lists.append(undistributed_variable(_no_tensors(spec)))
+
+    def assign(self, tensors: Any) -> None:
+        """Let the list of this replica be another."""
+        self._of_this_replica().assign(tensors)
+
+    def read_value(self) -> Any:
+        """Return the list of this replica."""
+        return self._of_this_replica().read_value()
+
+    def _of_this_replica(self) -> Any:
+        return self._lists[this_replica() % len(self._lists)]
 
 
 def _no_tensors(spec: tf.TensorSpec) -> Any:

@@ -34,6 +34,7 @@ from bigbatch.backends.torch.compat import (
     drawn_seed,
     follows_torch,
     random_module,
+    schema_of,
 )
 from bigbatch.backends.torch.normals import NormalStream
 from bigbatch.core.patching import replaced
@@ -270,7 +271,12 @@ class _OfTorch(TorchDispatchMode):
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
         has_generator = any(isinstance(one, torch.Generator) for one in given)
-        is_draw = torch.Tag.nondeterministic_seeded in func.tags and not has_generator
+        names = [one.name for one in schema_of(func).arguments]
+        by_name = {**dict(zip(names, args)), **kwargs}
+        # Attention may drop out, and does not unless it is asked to.
+        draws_nothing = "dropout_p" in names and not by_name.get("dropout_p", 0.0)
+        is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+        is_draw = is_tagged and not has_generator and not draws_nothing
         if is_draw and not self.is_known:
             self._see(f"torch.{func.overloadpacket.__name__}")
         return func(*args, **kwargs)

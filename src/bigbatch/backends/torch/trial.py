@@ -37,11 +37,12 @@ class Told(NamedTuple):
 def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     """Call a model with samples of such types, in which nothing is the same; undo it."""
     draws: list[list[Drawn]] = []
-    values: list[list[Any]] = []
+    values: list[dict[int, Any]] = []
     written: dict[int, Any] = {}
     variables = [backend.native(variable) for variable in model.variables]
     state = [*backend.state_of(model), *variables]  # spectral normalisation assigns a weight
     candidates = candidates_of(backend, model, list({id(one): one for one in state}.values()))
+    known = {id(one) for one in variables}
     unknown: list[str] = []
     # If it fails, it is left to training.
     with unchanged(state) as put_back, contextlib.suppress(Exception):
@@ -52,16 +53,26 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
             with backend.without_effects(model), watching_draws(seen.append, unknown.append):
                 with noting(operations):
                     backend.call(model, x, training=True)
-                written.update((id(one), one) for one in operations.written(variables))
-                values.append([one.detach().clone() for one in candidates])
+                new = operations.written(variables)  # weights may be too large to copy
+                changed = {id(one) for one in new}
+                written.update((id(one), one) for one in new)
+                values.append(
+                    {
+                        id(one): one.detach().clone()
+                        for one in candidates
+                        if id(one) in changed or id(one) not in known
+                    }
+                )
             put_back()
             draws.append(seen)
     if len(values) < len(_TRIALS) or len(draws[0]) != len(draws[1]):
         return Told(None, [], list(written.values()), [], unknown)
+    first, second = values
+    both = [one for one in candidates if id(one) in first and id(one) in second]
     same = [
         one
-        for one, new, other in zip(candidates, *values)
-        if torch.equal(new, other) and not torch.equal(one, new)
+        for one in both
+        if torch.equal(first[id(one)], second[id(one)]) and not torch.equal(one, first[id(one)])
     ]
     places = places_of(draws, [count for count, _ in _TRIALS])
     drawn = of_samples(draws[0], places)
