@@ -84,17 +84,17 @@ class Sample:
 
     def mixing_layers(self, running: Block[Any]) -> list[Any]:
         """Return the layers that mix samples, in a block in which the model runs."""
-        return self._layers_where(self._mixes, running)
+        return self.layers_where(self._mixes, running)
 
     def random_layers(self) -> list[Any]:
         """Return the layers that draw random numbers."""
-        return self._layers_where(self._draws, contextlib.nullcontext())
+        return self.layers_where(self._draws, contextlib.nullcontext())
 
     def changing_layers(self) -> list[Any]:
         """Return the layers whose weights change when they are called, and matter then."""
-        return self._layers_where(self._changes, contextlib.nullcontext())
+        return self.layers_where(self._changes, contextlib.nullcontext())
 
-    def _layers_where(
+    def layers_where(
         self, test: Callable[[Any, Callable[..., list[Any]]], bool], running: Block[Any]
     ) -> list[Any]:
         """Return the layers that pass a test of a call, not those around them."""

@@ -104,8 +104,8 @@ class Accumulation(TracedMicrobatch):
         added = [one + other.astype(one.dtype) for one, other in zip(sums, result)]
         return added, listed, changing, given
 
-    def _start_anew(self, places: list[str | None] | None) -> None:
-        super()._start_anew(places)
+    def start_anew(self, places: list[str | None] | None) -> None:
+        super().start_anew(places)
         self._step: Any = jax.jit(functools.partial(self._add, self._program), donate_argnums=0)
 
     def draw_in_blocks(self, is_so: bool) -> bool:

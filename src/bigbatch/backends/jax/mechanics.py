@@ -11,6 +11,7 @@ import jax
 from bigbatch.backends.base import Backend
 from bigbatch.backends.jax import data, few_samples, ops, state, steps
 from bigbatch.backends.jax.accumulation import Accumulation
+from bigbatch.backends.jax.compat import weights_of
 from bigbatch.backends.jax.memory import Memory, OutOfMemoryError, noticing
 from bigbatch.backends.jax.sample import JaxSample, sample_of
 from bigbatch.backends.jax.table import Table
@@ -100,8 +101,7 @@ class JaxBackend(OneReplica, Backend):
 
     def _apply(self, one: Any, gradients: list[Any]) -> None:
         weights, slots = one.variables, one.optimizer.variables
-        inner = getattr(one.optimizer, "inner_optimizer", one.optimizer)
-        if [*map(id, weights)] != [*map(id, inner._trainable_variables)]:
+        if [*map(id, weights)] != [*map(id, weights_of(one.optimizer))]:
             one.optimizer.apply(gradients, weights)  # some of them, in a scope of the user's
             return
         new_slots: Any

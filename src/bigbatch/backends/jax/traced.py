@@ -66,9 +66,10 @@ class TracedMicrobatch:
         self._is_rows: list[bool] = []
         self._structure: Any = None
         self._shapes: Any = None
-        self._start_anew(None)
+        self.start_anew(None)
 
-    def _start_anew(self, places: list[str | None] | None) -> None:
+    def start_anew(self, places: list[str | None] | None) -> None:
+        """Make a program of which nothing has been traced, for draws in such places."""
         self._places = places
         # Methods, not closures of this call: of a lambda there would be a second trace.
         self._program: Any = jax.jit(self._pure_again())
@@ -93,7 +94,7 @@ class TracedMicrobatch:
                 jax.eval_shape(self._pure, *other)
             places = places_of(drawn, self._drawn, count)
             if places != self._places:
-                self._start_anew(places)
+                self.start_anew(places)
                 traced = self._program.trace(*arguments)
         self._shapes = traced.out_info[0]
         self._effects |= {type(one).__name__ for one in traced.jaxpr.effects}

@@ -18,8 +18,8 @@ class TorchSample(Sample):
     """Samples of a batch."""
 
     @torch.no_grad()
-    def _layers_where(self, test: Any, running: Any) -> list[Any]:
-        return super()._layers_where(test, running)
+    def layers_where(self, test: Any, running: Any) -> list[Any]:
+        return super().layers_where(test, running)
 
     def _way_back(self, variables: Iterable[Any]) -> Callable[[], None]:
         copies = Copies(self._parts_of(variables))
