@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+import types
 from typing import Any, Callable, Iterator
 
 import keras
@@ -253,11 +254,15 @@ def metrics_of(model: Any) -> list[Any]:
     return list({id(one): one for one in (*model.metrics, *held)}.values())
 
 
+_SIMPLE = frozenset((type(None), bool, int, float, str, types.MethodType, types.FunctionType))
+
+
 def _held_by(model: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
     """Return what is an attribute of the model or its layers, or stands in a list or dict."""
     unique: dict[int, Any] = {}
     for owner in (model, *layers_of(model)):
-        for value in list(vars(owner).values()):
+        # Python does this for every micro-batch that it runs: most attributes are passed over.
+        for value in [one for one in vars(owner).values() if type(one) not in _SIMPLE]:
             values = value.values() if isinstance(value, dict) else value
             for one in values if isinstance(value, (list, tuple, dict)) else (value,):
                 if is_wanted(one):

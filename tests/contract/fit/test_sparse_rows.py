@@ -126,7 +126,7 @@ def test_under_xla(mode):
 OPTIMIZERS = [name for name in built_in_optimizers() if name != "ScheduleFreeAdamW"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_every_optimizer(name, clip, float64):
