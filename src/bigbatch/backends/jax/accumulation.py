@@ -164,7 +164,7 @@ class Accumulation(TracedMicrobatch):
         return jnp.pad(context, (0, max(missing, 0)))
 
     def change_once(self, context: Any, data: Any, size: int | None = None) -> None:
-        """Run one micro-batch, of which nothing is left but what changes once per batch."""
+        """Run one micro-batch, and keep nothing but what changes once per batch."""
         if self._settle is None:
             self._settle = self._settled if self._is_eager else jax.jit(self._settled)
         count = batches.sample_count(data)

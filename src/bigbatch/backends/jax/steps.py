@@ -82,7 +82,7 @@ def current_step() -> Step | None:
 
 
 def number_of_mark(equation: Any) -> int | None:
-    """Return of which update an equation of a jaxpr is the result; `None` if of none."""
+    """Return the update whose result an equation of a jaxpr is; `None` if of none."""
     name = str(equation.params.get("name", "")) if equation.primitive.name == "name" else ""
     return int(name[len(_MARK) :]) if name.startswith(_MARK) else None
 

@@ -69,7 +69,7 @@ class TracedMicrobatch:
         self.start_anew(None)
 
     def start_anew(self, places: list[str | None] | None) -> None:
-        """Make a program of which nothing has been traced, for draws in such places."""
+        """Make a program that has not been traced yet, for draws in such places."""
         self._places = places
         # Methods, not closures of this call: of a lambda there would be a second trace.
         self._program: Any = jax.jit(self._pure_again())
