@@ -21,6 +21,7 @@ SECTIONS = {
     "exact": "what exact batch normalisation takes, by what is stored between stages",
     "counts": "graph operations, traces, bytes and compilations, which CI compares",
     "tracing": "first calls, number of traces, import",
+    "start-up": "time to the first update, against plain Keras",
     "options": "what NoiseScale, coupled=True and microbatch_size='auto' cost",
     "workers": "bytes and reductions per update between two processes, and the cost model",
     "peer": "gradient-accumulator 0.5.2 on its own old stack",

@@ -423,7 +423,7 @@ def test_every_option_of_the_command_is_on_its_page():
         ["equality", "speed", "memory", "tracing"],
         pytest.param(["growth", "options"], marks=pytest.mark.matrix),
         pytest.param(["workers"], marks=pytest.mark.matrix),
-        pytest.param(["exact"], marks=pytest.mark.matrix),
+        pytest.param(["exact", "start-up"], marks=pytest.mark.matrix),
         pytest.param(["speed-torch", "speed-jax"], marks=pytest.mark.matrix),
     ],
     ids=lambda sections: sections[0],
