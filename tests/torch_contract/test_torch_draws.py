@@ -6,6 +6,7 @@ import warnings
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import torch
 
@@ -186,6 +187,12 @@ def test_draws_for_samples_that_are_concatenated_are_those_of_the_full_batch():
     check_equals_full_batch(Case(Views, loss=None), TOLERANCE, windows=(3,))
 
 
+def test_draws_for_samples_that_are_concatenated_are_said_without_a_check(capsys):
+    Case(Views, loss=None).accumulate("split", {"check": "off"}, verbose=2)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "several rows for each sample, which are taken to follow each other" in said
+
+
 @pytest.mark.filterwarnings("ignore::bigbatch.NotEqualWarning")
 def test_draws_for_samples_that_are_concatenated_are_told_if_they_differ():
     case = Case(Views, loss=None)
@@ -194,6 +201,50 @@ def test_draws_for_samples_that_are_concatenated_are_told_if_they_differ():
     assert "training will differ from the full batch" in found.warnings[0]
     with pytest.raises(AssertionError, match="not the same"):
         check_same(found, case.train(), TOLERANCE)
+
+
+def augmented(layer, **options):
+    """Return a case with a layer that augments images; what it draws does not move them far."""
+
+    def make():
+        images = [keras.Input((5,)), layers.Dense(48, "sigmoid"), layers.Reshape((4, 4, 3))]
+        augment = getattr(layers, layer)(value_range=(0, 1), **options)
+        return keras.Sequential([*images, augment, layers.Flatten(), layers.Dense(3)])
+
+    return Case(make)
+
+
+@pytest.mark.filterwarnings("ignore::bigbatch.NotEqualWarning")  # which is compared
+@pytest.mark.parametrize("layer", ["RandAugment", "AugMix"])
+def test_layers_that_choose_what_to_do_choose_what_the_full_batch_does(layer, mode):
+    """`AugMix` chooses by Python's own random numbers. Equalization mixes images: left out."""
+    nothing = mock.patch.object(
+        layers.Equalization, "transform_images", lambda self, images, *_, **__: images
+    )
+    with nothing:
+        case = augmented(layer, seed=4)
+        expected = case.train()
+        check_same(case.accumulate(mode), expected, TOLERANCE, warns=["it equalizes images"])
+        if layer == "AugMix" and mode == "split":
+            with mock.patch.object(accumulation, "set_python_states"):
+                wrong = case.accumulate(mode, {"check": "off"})
+            with pytest.raises(AssertionError, match="not the same"):
+                check_same(wrong, expected, TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:Tensor.T is deprecated")  # which Keras calls
+def test_equalization_is_said_without_a_check(capsys):
+    augmented("AugMix").accumulate("split", {"check": "off"}, verbose=2, epochs=1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "images are equalized by those of a micro-batch: aug_mix" in said
+
+
+class DrawsByPython(layers.Layer):
+    """Draws as many of NumPy's numbers as there are samples."""
+
+    def call(self, x, training=False):
+        noise = np.random.normal(size=(len(x), 1)).astype("float32") if training else 0.0
+        return x + keras.ops.convert_to_tensor(noise)
 
 
 class Attends(layers.Layer):
@@ -241,6 +292,7 @@ def test_the_banner_names_layers_with_other_draws(capsys):
         assert "random draws differ from the full batch: torch.randn_like" in said(
             "split", OfTorch
         )
+        assert "Python's random or numpy.random" in said("window", DrawsByPython)
     assert "lstm_cell" in said("window", reshape, lambda: layers.LSTM(4, dropout=0.1))
     assert "random draws" not in said("split", reshape, Attends, layers.Flatten)
 

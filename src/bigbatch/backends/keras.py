@@ -243,6 +243,21 @@ def layers_of(model: Any) -> list[Any]:
     ]
 
 
+def equalizing_layers(model: Any) -> list[Any]:
+    """Return the layers with the values of all images of a batch in each: `Equalization`.
+
+    Those that equalize if they draw so, such as `RandAugment`, stand for the one they have.
+    """
+    layers, found = layers_of(model), []
+    for layer in layers:
+        if type(layer).__name__ == "Equalization" and type(layer).__module__[:5] == "keras":
+            # A model has layers, too; what draws calls methods of its own layers only.
+            holders = [one for one in layers if not hasattr(one, "layers")]
+            holders = [one for one in holders if any(it is layer for it in layers_of(one))]
+            found.append(min(holders, key=lambda one: len(layers_of(one)), default=layer))
+    return found
+
+
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizers that a `train_step` may use."""
     return _held_by(model, backend_of(model).is_optimizer)

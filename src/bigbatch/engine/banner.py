@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Iterable
 
-from bigbatch.backends.keras import backend_of
+from bigbatch.backends.keras import backend_of, equalizing_layers
 from bigbatch.core.exact import HOST, ExactBatchNorm, exact_choice
 from bigbatch.core.memory import readable
 from bigbatch.engine.batch_norm import batch_norms_of, is_pooled
@@ -154,6 +154,10 @@ def _kept_by_layers(model: Any, setting: Setting) -> list[str]:
     what = {
         f"{normalises}; its moving statistics are pooled over the batch{exact}": pooled,
         frozen if batch_norm == "frozen" else moving: others,
+        # The check says it, if there is one.
+        "images are equalized by those of a micro-batch": (
+            equalizing_layers(model) if setting.check == "off" else []
+        ),
         "random draws differ from the full batch": backend_of(model).layers_with_other_draws(
             model, is_split=setting.microbatch_size is not None
         ),

@@ -8,7 +8,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from bigbatch.backends.keras import backend_of, layers_of, optimizers_of
+from bigbatch.backends.keras import backend_of, equalizing_layers, layers_of, optimizers_of
 from bigbatch.core.outcome import GRADIENT, VARIABLE, Item, of_parts, relative_norm
 from bigbatch.core.sparse_gradients import DENSE
 
@@ -110,6 +110,26 @@ def of_summed_rows(model: Any, phases: Any) -> list[Cause]:
         )
         for where, optimizer in named
     ]
+
+
+def with_equalizing(model: Any, found: list[Cause]) -> list[Cause]:
+    """Return causes with the layers that equalize images, of which a few samples may miss one.
+
+    Keras counts the values of all images at once. `RandAugment` and `AugMix` draw whether they
+    equalize, so they may not do so where samples are tried.
+    """
+    known = {cause.where: cause for cause in found}
+    for layer in equalizing_layers(model):
+        where = f"layer {layer.name!r} ({type(layer).__name__})"
+        tried = known.get(where)
+        known[where] = Cause(
+            where,
+            "it equalizes images by the values of all images of a micro-batch, as "
+            "keras.layers.Equalization does",
+            tried and tried.size,
+            "apply it to whole batches before fit(), as by map() of a data set in split mode",
+        )
+    return list(known.values())
 
 
 def _may_look_up(layer: Any) -> bool:

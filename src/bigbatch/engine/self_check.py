@@ -22,7 +22,7 @@ from bigbatch.core.outcome import (
     tolerance_of,
 )
 from bigbatch.engine.batch_norm import batch_norms_of
-from bigbatch.engine.cause import Cause, causes_of, of_summed_rows, text_of
+from bigbatch.engine.cause import Cause, causes_of, of_summed_rows, text_of, with_equalizing
 from bigbatch.engine.check_trial import CUTS, Trial
 from bigbatch.engine.phases import Phases
 from bigbatch.errors import DifferenceError, NotEqualWarning
@@ -82,6 +82,7 @@ class SelfCheck:
         self._told = told
         self._checked = 0
         self._is_traced_again = False
+        self._has_said_draws = False
         self._norm = phases.microbatch.norm
         if mode != "off" and batch_norms_of(model) and not phases.is_exact:
             self._norm.switch = self._backend.switch(model)
@@ -114,6 +115,8 @@ class SelfCheck:
         Returns:
             Whether micro-batches were traced once more, as something was found out.
         """
+        if self._mode == "off":
+            self._say_of_draws()
         if self.is_done:
             return False
         self._checked = self._phases.structures
@@ -134,6 +137,18 @@ class SelfCheck:
                 warnings.warn(f"bigbatch: {text_of(causes)}", NotEqualWarning, stacklevel=2)
         return self._is_traced_again
 
+    def _say_of_draws(self) -> None:
+        """Say which rows draws of several for each sample are taken to be, if nothing tries."""
+        if any(one.runs.draws_several_rows for one in self._phases.passes):
+            if self._has_said_draws:
+                return
+            self._has_said_draws = True
+            self._say(
+                "bigbatch: random draws may differ from the full batch: some have several rows "
+                "for each sample, which are taken to follow each other. The check would find "
+                "out whether they do"
+            )
+
     def causes(self, data: Any, size: int | None) -> tuple[list[Cause], str | None]:
         """Return why samples give something else when cut, or why that cannot be known."""
         found, reason = [], None
@@ -141,6 +156,7 @@ class SelfCheck:
             found = self._found(data, size)
         except NotCheckedError as error:
             reason = str(error)
+        found = with_equalizing(self._model, found)
         return [*found, *of_summed_rows(self._model, self._phases)], reason
 
     def _found(self, data: Any, size: int | None) -> list[Cause]:

@@ -108,6 +108,9 @@ class Accumulation(TracedMicrobatch):
         super().start_anew(places)
         self._step: Any = jax.jit(functools.partial(self._add, self._program), donate_argnums=0)
 
+    draws_several_rows = False
+    """Whether a draw is known to have several rows for each sample: nothing tells."""
+
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say that the rows of a sample follow each other in every draw."""
         del is_so

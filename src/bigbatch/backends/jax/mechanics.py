@@ -21,6 +21,11 @@ from bigbatch.core.passes import Order
 
 _SWITCHES: weakref.WeakKeyDictionary[Any, state.Cell] = weakref.WeakKeyDictionary()
 
+_DRAWN_BY_PYTHON = (
+    "bigbatch: random draws differ from the full batch: Python's random or numpy.random, which "
+    "is drawn from once, when JAX traces a micro-batch"
+)
+
 
 class JaxBackend(OneReplica, Backend):
     """The part of a backend that knows JAX."""
@@ -200,7 +205,8 @@ class JaxBackend(OneReplica, Backend):
 
     def remarks(self, accumulation: Accumulation, *, is_whole: bool) -> list[str]:
         del is_whole
-        return accumulation.remarks
+        by_python = [_DRAWN_BY_PYTHON] if accumulation.draws_by_python else []
+        return [*accumulation.remarks, *by_python]
 
     def switch(self, model: Any) -> state.Cell:
         if model not in _SWITCHES:

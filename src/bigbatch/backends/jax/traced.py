@@ -17,6 +17,7 @@ from bigbatch.backends.jax.ops import Rows, weight_dtype
 from bigbatch.backends.jax.state import of_microbatches, of_updates, scope_of, values_of
 from bigbatch.backends.jax.steps import UpdateResults, given, noting_step
 from bigbatch.core.passes import NONE, Order
+from bigbatch.core.python_random import are_same_states, python_states
 from bigbatch.errors import ContextError, explain
 
 CHANGES_ITSELF = explain(
@@ -63,6 +64,8 @@ class TracedMicrobatch:
         self._left: list[Any] = []
         self._drawn: list[Any] = []
         self._effects: set[str] = set()
+        self.draws_by_python = False
+        """Whether Python draws without a generator when a micro-batch is traced."""
         self._is_rows: list[bool] = []
         self._structure: Any = None
         self._shapes: Any = None
@@ -85,7 +88,9 @@ class TracedMicrobatch:
         count = batches.sample_count(types)
         count = min(count, size) if size else count
         arguments = self._abstract_arguments(types, count)
+        before = python_states()
         traced = self._program.trace(*arguments)
+        self.draws_by_python |= not are_same_states(before, python_states())
         drawn = self._drawn
         if drawn:
             other = self._abstract_arguments(types, count + 1)

@@ -148,6 +148,9 @@ class Accumulation:
         """Whether random numbers depend on the samples of the batch; known once traced."""
         return any(micro.needs_total for micro in self._micros())
 
+    draws_several_rows = False
+    """Whether a draw is known to have several rows for each sample: nothing tells."""
+
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say whether draws of several rows for each sample can be in blocks, or not again.
 

@@ -16,9 +16,10 @@ from bigbatch.backends.torch.ops import ones
 from bigbatch.backends.torch.rollback import Copies
 from bigbatch.backends.torch.step_trial import kept_by
 from bigbatch.backends.torch.sums import PythonSums
-from bigbatch.backends.torch.trial import Told, seeds_of, told_by_trial
+from bigbatch.backends.torch.trial import Choices, Told, seeds_of, told_by_trial
 from bigbatch.backends.torch.whole_draws import WholeDraws
 from bigbatch.core.patching import replaced
+from bigbatch.core.python_random import python_states, set_python_states
 
 
 class SameForAll:
@@ -37,6 +38,8 @@ class SameForAll:
         self._knows_step = False
         self._drawn: list[Drawn] = []
         self._unknown: list[str] = []
+        self._choices = Choices()
+        self._python: Any = None
         self.in_blocks = False
         """Whether several rows for each sample are in blocks in draws."""
         self.is_prepared = False
@@ -50,16 +53,21 @@ class SameForAll:
         if self._knows_step:
             return
         told = told_by_trial(self._backend, self._model, types)
-        self._draws.places, self.is_prepared = told.places, True
-        self.once.update((id(one), one) for one in told.once)
+        self._use(told)
         self._written.update((id(one), one) for one in told.written)
-        self._drawn, self._unknown = told.drawn, told.unknown
 
     def learn(self, told: Told) -> None:
         """Use what a trial of the whole `train_step` has told."""
-        self._draws.places, self.is_prepared, self._knows_step = told.places, True, True
+        self._use(told)
+        self._knows_step = True
+
+    def _use(self, told: Told) -> None:
+        self.is_prepared, self._choices = True, told.choices
         self.once.update((id(one), one) for one in told.once)
         self._drawn, self._unknown = told.drawn, told.unknown
+        # What Python chooses may draw something else in the next batch.
+        self._draws.places = None if told.choices.of_batch else told.places
+        self._draws.shared = {(one.kind, one.shape) for one in told.shared}
 
     def with_other_draws(self, *, is_whole: bool) -> list[str]:
         """Name what may draw other numbers than the full batch, by layers.
@@ -74,7 +82,8 @@ class SameForAll:
         layers = (self._model, *layers_of(self._model))
         owners = {id(seed): one.name for one in layers for seed in seed_generators_of(one)}
         names = [owners.get(id(one.seed), one.kind) for one in draws]
-        return list(dict.fromkeys([*names, *self._unknown]))
+        by_python = ["Python's random or numpy.random"] if self._choices.of_samples else []
+        return list(dict.fromkeys([*names, *self._unknown, *by_python]))
 
     def others(self) -> list[Any]:
         """Return the state that every micro-batch changes, and the seeds."""
@@ -86,11 +95,15 @@ class SameForAll:
         """Whether samples may have random numbers of their own, by their place in the batch."""
         return self._draws.places is None or any(self._draws.places)
 
+    @property
+    def draws_several_rows(self) -> bool:
+        """Whether a draw is known to have several rows for each sample."""
+        return any(rows > 1 for rows in self._draws.places or ())
+
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say whether draws of several rows for each sample are in blocks, if there are any."""
-        can_be = any(rows > 1 for rows in self._draws.places or ())
-        self.in_blocks = self._draws.in_blocks = is_so and can_be
-        return can_be
+        self.in_blocks = self._draws.in_blocks = is_so and self.draws_several_rows
+        return self.draws_several_rows
 
     def assigned(self) -> list[Any]:
         """Return the tensors that a micro-batch may change beside metrics."""
@@ -116,6 +129,9 @@ class SameForAll:
         if not self._started or not self._before:
             once = {**self.once, **{id(one): one for one in seeds_of(self._model)}}
             self._before = [(one, one.detach().clone()) for one in once.values()]
+            self._python = python_states() if self._choices.of_batch else None
+        elif self._python is not None:
+            set_python_states(self._python)
         with torch.no_grad():
             for one, value in self._before:
                 one.copy_(value)
@@ -187,6 +203,11 @@ class Accumulation:
             self._compute(None, batches.samples_of(batches.types_of_any_count(data), 2, 0))
             return True
         return False
+
+    @property
+    def draws_several_rows(self) -> bool:
+        """Whether a draw is known to have several rows for each sample."""
+        return self._same.draws_several_rows
 
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say whether draws of several rows for each sample are in blocks, if there are any."""

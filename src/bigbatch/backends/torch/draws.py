@@ -60,6 +60,8 @@ class Draws:
     def __init__(self) -> None:
         self.places: list[int] | None = None
         """For each draw in turn, how many rows it has for each sample, if that is known."""
+        self.shared: set[tuple[str, tuple[int, ...]]] = set()
+        """The draws, by function and shape, that all samples share."""
         self.in_blocks = False
         """Whether several rows for each sample are in blocks, each with one of every sample."""
         self._generators: dict[Any, Any] = {}
@@ -97,18 +99,20 @@ class Draws:
         with replaced(module, **instead), replaced(torch.nn.functional, dropout=unseeded):
             yield
 
-    def _rows_per_sample(self, shape: Any) -> int:
+    def _rows_per_sample(self, shape: Any, kind: str = "") -> int:
         """Return how many rows the next draw has for each sample, given its shape."""
         number, self._number = self._number, self._number + 1
         if self.places is not None and number < len(self.places):
             return self.places[number]
+        if (kind, tuple(shape)) in self.shared:
+            return 0
         return int(bool(len(shape)) and shape[0] == self._rows[1])
 
     def _draw(self, draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Any:
         """Draw as usual, with the generator that the micro-batch before has used."""
         # A categorical draw has one row for each row of its logits.
         logits = shape if torch.is_tensor(shape) else None
-        rows = self._rows_per_sample(shape if logits is None else logits.shape)
+        rows = self._rows_per_sample(shape if logits is None else logits.shape, draw.__name__)
         if not rows:
             return draw(shape, *args, **kwargs)
         if not self._is_in_blocks(rows):
@@ -157,7 +161,7 @@ class Draws:
         self, draw: Callable[..., Any], shape: Any, *args: Any, seed: Any = None, **kwargs: Any
     ) -> Any:
         """Draw numbers of its own in each micro-batch: how many it takes is not known."""
-        if self._rows_per_sample(shape) and self._rows[0]:
+        if self._rows_per_sample(shape, draw.__name__) and self._rows[0]:
             seed = drawn_seed(seed) + self._rows[0]
         return draw(shape, *args, seed=seed, **kwargs)
 
@@ -165,7 +169,7 @@ class Draws:
         self, draw: Callable[..., Any], shape: Any, *args: Any, seed: Any = None, **kwargs: Any
     ) -> Any:
         """Draw from the stream that the micro-batch before has drawn from."""
-        rows = self._rows_per_sample(shape)
+        rows = self._rows_per_sample(shape, draw.__name__)
         if not rows:
             return draw(shape, *args, seed=seed, **kwargs)
         module, (_, _, total) = random_module(), self._rows
@@ -351,6 +355,8 @@ def differs(draw: Drawn, *, is_whole: bool, on_cpu: bool) -> bool:
         on_cpu: whether a CPU draws.
     """
     if not on_cpu:
+        return True
+    if draw.kind in WITH_GLOBAL_SEED:
         return True
     if draw.kind == "normal":
         return not is_whole or draw.dtype in (torch.float16, torch.bfloat16)

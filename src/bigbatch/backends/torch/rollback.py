@@ -1,4 +1,4 @@
-"""Variables, and the random numbers of torch, as they were before something that may fail."""
+"""Variables and random numbers as they were before something that may fail."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterable, Iterator
 
 import torch
 
+from bigbatch.core.python_random import python_states, set_python_states
 from bigbatch.errors import ContextError, explain
 
 _NONE, _TAKEN, _FINAL = 0, 1, 2
@@ -19,7 +20,7 @@ _HALF_UPDATED = explain(
 
 
 class Copies:
-    """Values of tensors, and the state of torch's own generators, to be put back.
+    """Values of tensors, and the state of global generators, to be put back.
 
     Args:
         tensors: what may change.
@@ -30,7 +31,7 @@ class Copies:
         copy = _on_host if on_host else torch.clone
         self.of = {id(one): (one, copy(one.detach())) for one in tensors}
         """Tensors and the values they had, by the `id` of the tensor."""
-        self._random = generator_states()
+        self._random = generator_states(), python_states()
 
     def put_back(self, but: Iterable[int] = ()) -> None:
         """Give everything the value it had, but for tensors with these `id`s."""
@@ -38,7 +39,8 @@ class Copies:
             for key, (tensor, value) in self.of.items():
                 if key not in but:
                     tensor.copy_(value)
-        set_generator_states(self._random)
+        set_generator_states(self._random[0])
+        set_python_states(self._random[1])
 
 
 def _on_host(value: Any) -> Any:

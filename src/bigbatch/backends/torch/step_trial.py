@@ -11,7 +11,8 @@ from bigbatch.backends.keras import metrics_of, optimizers_of
 from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch.dependence import Operations, independent_of, noting
 from bigbatch.backends.torch.draws import Drawn, watching_draws
-from bigbatch.backends.torch.trial import Told, candidates_of, of_samples, places_of
+from bigbatch.backends.torch.trial import Choices, Told, by_samples, candidates_of, places_of
+from bigbatch.core.python_random import python_states
 
 
 def told_by_step(
@@ -40,9 +41,11 @@ def told_by_step(
     variables = kept_by(backend, model)
     candidates = candidates_of(backend, model, variables)
     operations = Operations(variables, lambda _: [])
+    start = python_states()
     with watching_draws(draws[0].append), noting(operations):
         run(batches.with_own_weights(other))
     values = {id(one): one.detach().clone() for one in operations.written(candidates)}
+    ends = [python_states()]
     put_back()
 
     def same(operations: Operations) -> list[Any]:
@@ -54,9 +57,12 @@ def told_by_step(
     unknown: list[str] = []
     with watching_draws(draws[1].append, unknown.append), noting(operations):
         run(batches.with_own_weights(data))
+    ends.append(python_states())
     places = places_of(draws, [batches.sample_count(other), count])
     written = operations.written(candidates)
-    return Told(places, operations.same, written, of_samples(draws[1], places), unknown)
+    drawn, shared = by_samples(draws[1], places)
+    choices = Choices.between(start, ends)
+    return Told(places, operations.same, written, drawn, shared, unknown, choices)
 
 
 def kept_by(backend: Backend, model: Any) -> list[Any]:

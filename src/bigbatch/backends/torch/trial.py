@@ -14,9 +14,27 @@ from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of
 from bigbatch.backends.torch.dependence import Operations, noting
 from bigbatch.backends.torch.draws import Drawn, watching_draws
 from bigbatch.backends.torch.rollback import unchanged
+from bigbatch.core.python_random import are_same_states, python_states
 
 _TRIALS = ((2, 0), (3, 1))
 """How many samples are tried, and what they are filled with."""
+
+
+class Choices(NamedTuple):
+    """Whether Python draws, from `random` or `numpy.random`, without a generator."""
+
+    of_batch: bool = False
+    """It does, and as often for any number of samples: draws are those of the batch."""
+    of_samples: bool = False
+    """It does, and more often for more samples."""
+
+    @classmethod
+    def between(cls, start: Any, ends: list[Any]) -> Choices:
+        """Return what Python has drawn in two trials that began in the same state."""
+        if all(are_same_states(start, end) for end in ends):
+            return cls()
+        is_same = are_same_states(*ends)
+        return cls(of_batch=is_same, of_samples=not is_same)
 
 
 class Told(NamedTuple):
@@ -30,8 +48,12 @@ class Told(NamedTuple):
     """The variables of the model, but for metrics, that a call changes."""
     drawn: list[Drawn]
     """The draws that have numbers for each sample."""
+    shared: list[Drawn]
+    """The draws that all samples share."""
     unknown: list[str]
     """The functions of torch that drew from its own generator, beside dropout."""
+    choices: Choices
+    """What Python itself has drawn."""
 
 
 def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
@@ -44,6 +66,7 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     candidates = candidates_of(backend, model, list({id(one): one for one in state}.values()))
     known = {id(one) for one in variables}
     unknown: list[str] = []
+    start, ends = python_states(), []
     # If it fails, it is left to training.
     with unchanged(state) as put_back, contextlib.suppress(Exception):
         for count, fill in _TRIALS:
@@ -53,6 +76,7 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
             with backend.without_effects(model), watching_draws(seen.append, unknown.append):
                 with noting(operations):
                     backend.call(model, x, training=True)
+                ends.append(python_states())
                 new = operations.written(variables)  # weights may be too large to copy
                 changed = {id(one) for one in new}
                 written.update((id(one), one) for one in new)
@@ -66,7 +90,8 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
             put_back()
             draws.append(seen)
     if len(values) < len(_TRIALS) or len(draws[0]) != len(draws[1]):
-        return Told(None, [], list(written.values()), [], unknown)
+        choices = Choices.between(start, ends) if len(ends) == len(_TRIALS) else Choices()
+        return Told(None, [], list(written.values()), [], [], unknown, choices)
     first, second = values
     both = [one for one in candidates if id(one) in first and id(one) in second]
     same = [
@@ -75,8 +100,9 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
         if torch.equal(first[id(one)], second[id(one)]) and not torch.equal(one, first[id(one)])
     ]
     places = places_of(draws, [count for count, _ in _TRIALS])
-    drawn = of_samples(draws[0], places)
-    return Told(places, same, list(written.values()), drawn, unknown)
+    drawn, shared = by_samples(draws[0], places)
+    choices = Choices.between(start, ends)
+    return Told(places, same, list(written.values()), drawn, shared, unknown, choices)
 
 
 def places_of(draws: list[list[Drawn]], counts: list[int]) -> list[int] | None:
@@ -96,9 +122,10 @@ def places_of(draws: list[list[Drawn]], counts: list[int]) -> list[int] | None:
     ]
 
 
-def of_samples(draws: list[Drawn], places: list[int] | None) -> list[Drawn]:
-    """Return the draws that have numbers for each sample."""
-    return [one for one, is_so in zip(draws, places or ()) if is_so]
+def by_samples(draws: list[Drawn], places: list[int] | None) -> tuple[list[Drawn], list[Drawn]]:
+    """Return the draws that have numbers for each sample, and the others."""
+    known = list(zip(draws, places or ()))
+    return [one for one, rows in known if rows], [one for one, rows in known if not rows]
 
 
 def candidates_of(backend: Backend, model: Any, tensors: list[Any]) -> list[Any]:

@@ -25,16 +25,17 @@ class WholeDraws(Draws):
 
     def __init__(self, like: Draws, total: int) -> None:
         super().__init__()
-        self.places, self.in_blocks = like.places, like.in_blocks
+        self.places, self.shared, self.in_blocks = like.places, like.shared, like.in_blocks
         self._total = total
         self._is_inside = False
 
     def _draw(self, draw: Callable[..., Any], shape: Any, *args: Any, **kwargs: Any) -> Any:
         is_of_logits = torch.is_tensor(shape)
-        rows = self._rows_per_sample(shape.shape if is_of_logits else shape)
+        of = shape.shape if is_of_logits else shape
+        rows = self._rows_per_sample(of, draw.__name__)
         if self._is_inside or not rows:  # inside: a draw that another one makes
             return draw(shape, *args, **kwargs)
-        whole = (rows * self._total, *(shape.shape if is_of_logits else shape)[1:])
+        whole = (rows * self._total, *of[1:])
         if is_of_logits:
             logits = shape.new_zeros(whole)
             logits[self._here(rows)] = shape
