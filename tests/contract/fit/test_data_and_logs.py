@@ -199,7 +199,7 @@ def test_windows_of_images_with_and_without_labels():
     check_same(train(3, accumulation_steps=3), train(1), TOLERANCE["float64"])
 
 
-# Sparse and ragged tensors.
+# Sparse and ragged tensors, words, inputs that are left out.
 
 
 def bag_of_words() -> Any:
@@ -217,11 +217,37 @@ class Ragged(keras.Model):
         return self.out(tf.reduce_mean(embedded, 1))
 
 
+def words_and_numbers() -> Any:
+    word, numbers = keras.Input((1,), dtype="string"), keras.Input((6,))
+    embedded = layers.Flatten()(layers.Embedding(8, 3)(layers.Hashing(8)(word)))
+    return compiled(
+        keras.Model([word, numbers], layers.Dense(1)(layers.concatenate([embedded, numbers]))),
+        "mse",
+    )
+
+
+class Both(layers.Layer):
+    def call(self, numbers, others=None):
+        return numbers if others is None else numbers + others
+
+
+def optional_input() -> Any:
+    numbers = keras.Input((6,), name="numbers")
+    others = keras.Input((6,), name="others", optional=True)
+    inputs = {"numbers": numbers, "others": others}
+    return compiled(keras.Model(inputs, layers.Dense(1)(Both()(numbers, others))), "mse")
+
+
 WORDS = rng.normal(size=(SAMPLES, 6)) * (rng.random((SAMPLES, 6)) < 0.4)
 TOKENS = [list(rng.integers(0, 9, rng.integers(1, 6))) for _ in range(SAMPLES)]
 OTHER_TENSORS = {
     "sparse": (bag_of_words, lambda: tf.sparse.from_dense(WORDS)),
     "ragged": (lambda: compiled(Ragged(), "mse"), lambda: tf.ragged.constant(TOKENS)),
+    "words": (
+        words_and_numbers,
+        lambda: [tf.constant([[f"word {len(row)}"] for row in TOKENS]), tf.constant(WORDS)],
+    ),
+    "left out": (optional_input, lambda: {"numbers": WORDS, "others": None}),
 }
 
 
@@ -229,7 +255,7 @@ OTHER_TENSORS = {
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", OTHER_TENSORS)
 @pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
-def test_sparse_and_ragged_tensors(name, mode, run_eagerly):
+def test_other_kinds_of_inputs(name, mode, run_eagerly):
     make, tensor = OTHER_TENSORS[name]
     size, setting = SETTINGS[mode]
     program = Program(make, (tensor(), Y))

@@ -195,7 +195,8 @@ def first_batch(data: Any) -> Any:
 
 def has_known_count(types: Any) -> bool:
     """Say whether types tell how many samples a batch has."""
-    leaf = next(leaf for leaf in tf.nest.flatten(types) if leaf is not None)
+    leaves = tf.nest.flatten(without_optionals(types))
+    leaf = next(leaf for leaf in leaves if leaf is not None)
     leaf = next(iter(per_replica_types(leaf)), leaf)
     return bool(leaf.shape.rank) and leaf.shape[0] is not None
 
