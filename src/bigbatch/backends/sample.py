@@ -248,5 +248,7 @@ def keys_of_rows(leaves: Iterable[Any], count: int) -> list[bytes]:
         if rows.ndim and len(rows) == count:
             is_text = rows.dtype.hasobject  # whose bytes are addresses
             parts = map(repr, rows.tolist()) if is_text else (row.tobytes() for row in rows)
-            keys = [key + (part.encode() if is_text else part) for key, part in zip(keys, parts)]
+            keys = [
+                key + (part.encode() if is_text else part) for key, part in zip(keys, parts)
+            ]
     return keys
