@@ -80,12 +80,9 @@ class Defaults:
         del sparse, optimizer, variables
         return [False] * len(gradients)
 
-    def remarks(self, accumulation: Any, *, is_whole: bool) -> list[str]:
-        """Return what to say of how micro-batches run, once they have been traced.
-
-        `is_whole` says whether all samples of a batch are there before the first of them runs.
-        """
-        del accumulation, is_whole
+    def remarks(self, accumulation: Any) -> list[str]:
+        """Return what to say of how micro-batches run, once they have been traced."""
+        del accumulation
         return []
 
     def without_effects(self, model: Any) -> Block[None]:

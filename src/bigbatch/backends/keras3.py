@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import Any, Callable, Iterator
 
-from bigbatch.backends.keras import KerasBackend, layers_of, mask_of, python_function
+from bigbatch.backends.keras import KerasBackend, layers_of, mask_of
 from bigbatch.core.patching import replaced
 
 END_OF_EPOCH = "_get_metrics_result_or_logs"
@@ -73,7 +73,7 @@ class Keras3(KerasBackend):
         return bool(model.jit_compile)
 
     def train_step_of(self, model: Any) -> Callable[[Any], Any]:
-        return python_function(model.train_step)
+        return model.train_step
 
     def plain_train_function(self, model: Any) -> Callable[[Any], dict[str, Any]]:
         """Return what Keras itself trains a model with, on one batch."""

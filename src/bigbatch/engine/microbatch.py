@@ -319,8 +319,12 @@ class MicroBatch:
         del vector
         backend, model = self.backend, self.model
         samples = backend.ops.weight(backend.data.sample_count(data))
-        if backend.has_custom_train_step(model) and not self.plan.needs_denominators:
-            return [samples]  # its data may be nothing that can be called
+        needs_call = self.plan.needs_denominators
+        if not needs_call and (
+            backend.has_custom_train_step(model) or not backend.is_traced(model)
+        ):
+            # Its data may be nothing that can be called, and Python would compute all of it.
+            return [samples]
         x, y, sample_weight = backend.unpacked(data)
         recorder = TermRecorder(backend, self.plan, self._note, self.lengths)
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.

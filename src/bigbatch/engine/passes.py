@@ -130,8 +130,7 @@ class Passes:
 
     def say_remarks(self) -> None:
         """Say what there is to know of how micro-batches run, once."""
-        is_whole = self.all_updates.microbatch.lengths is SharedDimensions.SAME
-        remarks = self._backend.remarks(self.all_updates.runs, is_whole=is_whole)
+        remarks = self._backend.remarks(self.all_updates.runs)
         for remark in (*remarks, *map(self._of_rows, self._sparse.larger_than_sums)):
             if remark not in self._said:
                 self._said.append(remark)

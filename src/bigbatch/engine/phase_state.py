@@ -8,6 +8,7 @@ from bigbatch.backends.keras import backend_of
 from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.engine.full_batch_loss import FullBatchLoss, check_two_passes
 from bigbatch.engine.loss_plan import Kind
+from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.engine.passes import Passes, PassRun
 from bigbatch.errors import ContextError, explain
@@ -79,7 +80,6 @@ class PhaseState:
         self._known_size: int | None = None
         self._known: list[list[Any]] = []
         self._types: Any = None
-        self._draws_in_blocks = False
         self._needed_counts = False
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""
@@ -163,13 +163,13 @@ class PhaseState:
         """
         passes = [self._passes.all_updates, *self.passes]
         can_be = [one.runs.draw_in_blocks(is_so) for one in passes]
-        self._draws_in_blocks = is_so and any(can_be)
         return any(can_be)
 
     def learn(self, data: Any, size: Any) -> None:
         """Find out, if a model runs eagerly, which passes a batch takes."""
         if not self.is_planned:
             self._passes.learn(data, size)
+            self._count_for_draws()
 
     def store_all(self) -> bool:
         """Store all between stages, which takes the least time; say whether that is open."""
@@ -195,11 +195,10 @@ class PhaseState:
         """Say whether the terms of the loss need numbers of the whole batch first."""
         backend, model, plan = self._backend, self._model, self.microbatch.plan
         is_known = is_whole and self._replicas == 1
+        if self._draws_by_total() and not is_known:
+            return True
         if backend.is_traced(model):
-            passes = [self._passes.all_updates, *self.passes]
-            by_total = any(backend.draws_by_total(one.runs) for one in passes)
-            needs_samples = plan.needs_samples or by_total
-            return plan.needs_denominators or (needs_samples and not is_known)
+            return plan.needs_denominators or (plan.needs_samples and not is_known)
         # Without a graph nothing is known before it happens, but a trial may tell; unless a
         # custom step is the one to build the model.
         is_custom = backend.has_custom_train_step(model)
@@ -208,6 +207,18 @@ class PhaseState:
             return plan.needs_denominators or (needs_samples and not is_known)
         has_targets = backend.unpacked(data)[1] is not None  # or the loss has others
         return has_targets and backend.compile_loss_of(model) is not None and not is_custom
+
+    def _draws_by_total(self) -> bool:
+        """Say whether random numbers depend on how many samples the batch has."""
+        passes = [self._passes.all_updates, *self.passes]
+        return any(self._backend.draws_by_total(one.runs) for one in passes)
+
+    def _count_for_draws(self) -> None:
+        """Count batches from now on, if random numbers need it, as is known only now."""
+        is_whole = self.microbatch.lengths is SharedDimensions.SAME
+        if self._draws_by_total() and not is_whole and not self.needs_counts:
+            self.needs_counts = True
+            self._counts.prepare(self._types, self._known_size)
 
     def knows_bytes(self, data: Any, size: int) -> bool:
         """Note what micro-batches of `size` samples take, if that needs no run of them."""

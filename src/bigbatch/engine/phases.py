@@ -76,12 +76,8 @@ class Phases(PhaseState):
     def trace_again(self) -> None:
         """Trace micro-batches once more, as the plan of the loss has changed."""
         self._passes.trace_again(self._types, self._known_size)
-        is_whole = self.microbatch.lengths is SharedDimensions.SAME
-        if self._draws_in_blocks and not is_whole:
-            self.needs_counts = True
-            self._counts.prepare(self._types, self._known_size)
-        else:
-            self.needs_counts = self._needed_counts
+        self.needs_counts = self._needed_counts
+        self._count_for_draws()
         self._compile()
 
     def train_next(self, iterator: Any, count: Any, size: Any) -> dict[str, Any]:

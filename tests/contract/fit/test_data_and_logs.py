@@ -218,10 +218,16 @@ class Ragged(keras.Model):
 
 
 def words_and_numbers() -> Any:
-    word, numbers = keras.Input((1,), dtype="string"), keras.Input((6,))
+    word, numbers = (
+        keras.Input((1,), dtype="string", name="word"),
+        keras.Input((6,), name="numbers"),
+    )
     embedded = layers.Flatten()(layers.Embedding(8, 3)(layers.Hashing(8)(word)))
     return compiled(
-        keras.Model([word, numbers], layers.Dense(1)(layers.concatenate([embedded, numbers]))),
+        keras.Model(
+            {"word": word, "numbers": numbers},
+            layers.Dense(1)(layers.concatenate([embedded, numbers])),
+        ),
         "mse",
     )
 
@@ -245,7 +251,7 @@ OTHER_TENSORS = {
     "ragged": (lambda: compiled(Ragged(), "mse"), lambda: tf.ragged.constant(TOKENS)),
     "words": (
         words_and_numbers,
-        lambda: [tf.constant([[f"word {len(row)}"] for row in TOKENS]), tf.constant(WORDS)],
+        lambda: {"word": [[f"word {len(row)}"] for row in TOKENS], "numbers": WORDS},
     ),
     "left out": (optional_input, lambda: {"numbers": WORDS, "others": None}),
 }

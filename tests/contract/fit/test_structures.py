@@ -67,6 +67,62 @@ class Twice(keras.Model):
         return {"both": loss}
 
 
+class InFunctions(keras.Model):
+    """Has dropout, control flow and the update inside functions that TensorFlow traces."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.dropout = keras.layers.Dropout(0.5, seed=1)
+        self.log = keras.metrics.Mean("loss")
+
+    @tf.function
+    def call(self, x, training=None):
+        return self.dense(self.dropout(x, training=training))
+
+    @tf.function
+    def update(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            if self.optimizer.iterations >= 1:
+                loss = 2 * loss
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return loss
+
+    def train_step(self, data):
+        self.log.update_state(self.update(*data))
+        return {"loss": self.log.result()}
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="draws of the full batch are for Keras 3")
+@pytest.mark.parametrize("how", ["graph", "xla", "eager"])
+@only_on_tensorflow
+def test_a_step_that_calls_functions_of_tensorflow(how, monkeypatch):
+    """Draws in them are rows of the full batch's, and their update is the one of the batch."""
+    if how == "xla":
+        step = InFunctions.train_step
+        monkeypatch.setattr(InFunctions, "train_step", tf.function(step, jit_compile=True))
+
+    def train(size, **setting):
+        keras.utils.set_random_seed(0)
+        model = InFunctions()
+        model(X[:1])
+        model.compile(keras.optimizers.Adam(0.1), run_eagerly=how == "eager")
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        history = model.fit(X, Y, batch_size=size, epochs=2, shuffle=False, verbose=0).history
+        return [*model.get_weights(), *history["loss"]]
+
+    whole = train(10)
+    for size, setting in ((10, {"microbatch_size": 3}), (5, {"accumulation_steps": 2})):
+        assert largest_difference(train(size, **setting), whole) <= TOLERANCE["float32"]
+    # In a graph of its own an update cannot be numbered.
+    monkeypatch.setattr("bigbatch.backends.tensorflow.compat.polymorphic_function", None)
+    with pytest.raises(bigbatch.errors.ContextError, match=r"another tf\.function"):
+        train(10, microbatch_size=3)
+
+
 class FixedSize(keras.layers.Layer):
     """Has to know how many samples there are when it is traced."""
 

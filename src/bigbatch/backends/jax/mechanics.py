@@ -203,8 +203,7 @@ class JaxBackend(OneReplica, Backend):
     def totals_so_far(self, accumulation: Accumulation) -> Any:
         return accumulation.so_far()
 
-    def remarks(self, accumulation: Accumulation, *, is_whole: bool) -> list[str]:
-        del is_whole
+    def remarks(self, accumulation: Accumulation) -> list[str]:
         by_python = [_DRAWN_BY_PYTHON] if accumulation.draws_by_python else []
         return [*accumulation.remarks, *by_python]
 

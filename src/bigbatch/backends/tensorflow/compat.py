@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from typing import Any, Callable, Iterator
+from contextlib import AbstractContextManager as Block
+from typing import Any, Callable, Iterable, Iterator
 
 import tensorflow as tf
 from tensorflow.python.client import device_lib
@@ -23,6 +24,46 @@ try:
     from tensorflow.python.eager.record import VariableWatcher
 except ImportError:  # before TensorFlow 2.13
     from tensorflow.python.eager.tape import VariableWatcher
+try:
+    from tensorflow.python.autograph.core import ag_ctx
+    from tensorflow.python.eager.polymorphic_function import (
+        autograph_util,
+        polymorphic_function,
+    )
+except ImportError:  # before TensorFlow 2.13
+    ag_ctx: Any = None
+    autograph_util: Any = None
+    polymorphic_function: Any = None
+
+
+class _SharedReplacement:
+    """Replaces attributes while any block is open: blocks of several threads may overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = 0
+        self._before: list[tuple[Any, str, Any]] = []
+
+    @contextlib.contextmanager
+    def of(self, values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+        """Return a block in which each object has a value as the attribute of a name."""
+        with self._lock:
+            if not self._open:
+                values = list(values)
+                self._before = [
+                    (owner, name, getattr(owner, name)) for owner, name, _ in values
+                ]
+            self._open += 1
+            for owner, name, value in values:
+                setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open -= 1
+                if not self._open:
+                    for owner, name, value in self._before:
+                        setattr(owner, name, value)
 
 
 def like_the_caller(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +83,7 @@ def under_xla() -> bool:
     )
 
 
-def eagerly() -> contextlib.AbstractContextManager[None]:
+def eagerly() -> Block[None]:
     """Return a block whose code runs eagerly, also while a graph is being built."""
     return context.eager_mode()
 
@@ -137,8 +178,7 @@ _DRAWS = {
     for name in names
     if hasattr(module, name)  # TensorFlow 2.10 has no such gamma draw
 }
-_draws_lock = threading.Lock()
-_draws_replaced = 0
+_draws_replaced = _SharedReplacement()
 
 
 def drawing_operation(name: str) -> Callable[..., Any]:
@@ -146,25 +186,14 @@ def drawing_operation(name: str) -> Callable[..., Any]:
     return _DRAWS[name][1]
 
 
-@contextlib.contextmanager
-def replaced_draws(draw: Callable[..., Any]) -> Iterator[None]:
+def replaced_draws(draw: Callable[..., Any]) -> Block[None]:
     """Return a block in which `draw(name, ...)` is called in place of drawing operations.
 
     It is called in all threads, and blocks of several threads may overlap.
     """
-    global _draws_replaced
-    with _draws_lock:
-        _draws_replaced += 1
-        for name, (module, _) in _DRAWS.items():
-            setattr(module, name, functools.partial(draw, name))
-    try:
-        yield
-    finally:
-        with _draws_lock:
-            _draws_replaced -= 1
-            if not _draws_replaced:
-                for name, (module, operation) in _DRAWS.items():
-                    setattr(module, name, operation)
+    return _draws_replaced.of(
+        (module, name, functools.partial(draw, name)) for name, (module, _) in _DRAWS.items()
+    )
 
 
 def watcher_of_reads() -> Any:
@@ -172,8 +201,7 @@ def watcher_of_reads() -> Any:
     return VariableWatcher()
 
 
-_reads_lock = threading.Lock()
-_reads_noted = 0
+_reads_noted = _SharedReplacement()
 _variable_accessed = resource_variable_ops.variable_accessed
 
 
@@ -184,24 +212,15 @@ def noted_reads(note: Callable[[Any], None]) -> Iterator[None]:
     TensorFlow may read trainable ones past it: see `watcher_of_reads`. It is called
     in all threads, and blocks of several threads may overlap.
     """
-    global _reads_noted
 
     def accessed(variable: Any) -> None:
         note(variable)
         _variable_accessed(variable)
 
-    with _reads_lock:
-        _reads_noted += 1
-        resource_variable_ops.variable_accessed = accessed
-    try:
-        # A function that is called tells what it reads only if a tape might record it.
-        with tf.GradientTape(watch_accessed_variables=False):
-            yield
-    finally:
-        with _reads_lock:
-            _reads_noted -= 1
-            if not _reads_noted:
-                resource_variable_ops.variable_accessed = _variable_accessed
+    # A function that is called tells what it reads only if a tape might record it.
+    values = [(resource_variable_ops, "variable_accessed", accessed)]
+    with _reads_noted.of(values), tf.GradientTape(watch_accessed_variables=False):
+        yield
 
 
 _NOT_COPIED = ("_class", "_gradient_op_type", "_output_shapes")
@@ -238,34 +257,44 @@ def _functions_of(op: Any) -> list[Any]:
     return [function for function in found if function is not None]
 
 
+_functions_inlined = _SharedReplacement()
+_call_function: Any = polymorphic_function and polymorphic_function.Function.__call__
+_inlining = threading.local()
+
+
 @contextlib.contextmanager
-def inlined_functions() -> Iterator[None]:
+def inlined_functions(*, compiled: bool = False) -> Iterator[None]:
     """Return a block in which this thread calls the Python code of each `tf.function`.
 
-    So it becomes part of the graph that is being traced.
+    So it becomes part of the graph that is being traced, if there is one. What XLA compiles
+    by itself is called as it is, as other numbers are drawn there, unless `compiled`.
     """
-    # Not there in the first versions of TensorFlow 2 that bigbatch runs on.
-    from tensorflow.python.autograph.core import ag_ctx
-    from tensorflow.python.eager.polymorphic_function import (
-        autograph_util,
-        polymorphic_function,
-    )
-
-    here = threading.get_ident()
-    called = polymorphic_function.Function.__call__
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != here:
-            return called(function, *args, **kwargs)
-        python, status = function._python_function, ag_ctx.Status.DISABLED
-        if function._autograph:
-            python = autograph_util.py_func_from_autograph(python)
-            status = ag_ctx.Status.ENABLED
-        with ag_ctx.ControlStatusCtx(status):
-            return python(*args, **kwargs)
-
-    polymorphic_function.Function.__call__ = call
-    try:
+    if polymorphic_function is None:
         yield
+        return
+    before = getattr(_inlining, "block", None)
+    _inlining.block = {"compiled": compiled}
+    calls = [(polymorphic_function.Function, "__call__", _call_inlined)]
+    try:
+        with _functions_inlined.of(calls):
+            yield
     finally:
-        polymorphic_function.Function.__call__ = called
+        _inlining.block = before
+
+
+def _call_inlined(function: Any, *args: Any, **kwargs: Any) -> Any:
+    block = getattr(_inlining, "block", None)
+    is_apart = block and function._jit_compile and not block["compiled"] and not under_xla()
+    if block is None or is_apart:
+        return _call_function(function, *args, **kwargs)
+    declared = [getattr(spec, "dtype", None) for spec in function.input_signature or ()]
+    arguments = list(args)
+    for position, (value, dtype) in enumerate(zip(args, declared)):
+        if dtype is not None and not tf.is_tensor(value):
+            arguments[position] = tf.convert_to_tensor(value, dtype)
+    python = function._python_function
+    if function._autograph:
+        python = autograph_util.py_func_from_autograph(python)
+    status = ag_ctx.Status.ENABLED if function._autograph else ag_ctx.Status.DISABLED
+    with ag_ctx.ControlStatusCtx(status):
+        return python(*arguments, **kwargs)

@@ -24,6 +24,7 @@ from bigbatch.backends.tensorflow.compat import (
     PHILOX,
     UNIFORM,
     drawing_operation,
+    inlined_functions,
     replaced_draws,
 )
 from bigbatch.backends.tensorflow.dependence import Dependence
@@ -69,7 +70,10 @@ class MicrobatchRows:
         """Whether a draw depends on the samples of the batch."""
         self._samples = samples
         self.dependence = dependence
+        places = list(places)
         self._told = iter(places)
+        self.is_told = any(places)
+        """Whether a trace has told of draws that follow the samples."""
         self.places: list[str | None] = []
         """For each draw in turn, where the samples are in its shape."""
         self.is_flat = True
@@ -100,6 +104,7 @@ class MicrobatchRows:
         shape = tf.convert_to_tensor(shape)
         count = tf.reduce_prod(tf.cast(shape, tf.int64))
         if self._in_blocks:
+            self.needs_total = True
             return self._blocks(draw, shape, counter, dtype)
         first = self.rows_before(count)
         per_block = _numbers_per_block(dtype)
@@ -155,10 +160,19 @@ def drawing(rows: MicrobatchRows) -> Iterator[None]:
     before = running()
     _local.rows = rows
     try:
-        with replaced_draws(_draw):
+        with replaced_draws(_draw), _without_other_graphs(rows):
             yield
     finally:
         _local.rows = before
+
+
+def _without_other_graphs(rows: MicrobatchRows) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which draws inside a `tf.function` are seen like others.
+
+    A graph of its own would keep the rows of the micro-batch that it was traced for.
+    """
+    needs_all = rows.dependence is not None or rows.is_told
+    return inlined_functions() if needs_all else contextlib.nullcontext()
 
 
 def _draw(operation: str, *args: Any, **options: Any) -> Any:

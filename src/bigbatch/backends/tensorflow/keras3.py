@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.keras3 import Keras3
-from bigbatch.backends.tensorflow.compat import variables_of
+from bigbatch.backends.tensorflow.compat import inlined_functions, is_compiled, variables_of
 from bigbatch.backends.tensorflow.data import next_of, on_next, without_optionals
 from bigbatch.backends.tensorflow.exact.moments import moments_of_batch
 from bigbatch.backends.tensorflow.exact.refusals import refuse_exact
@@ -34,6 +34,21 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
 
     def build_before_fit(self, model: Any, iterator: Any, data_batch: Any) -> None:
         self.build_under_strategy(model, iterator, data_batch)
+
+    def jit_compile(self, model: Any) -> bool:
+        return super().jit_compile(model) or is_compiled(model.train_step)
+
+    def train_step_of(self, model: Any) -> Callable[[Any], Any]:
+        """Return the model's `train_step`; no part of it runs in a graph of its own.
+
+        Gradients could not get out of that, and Python code would run only the first time.
+        """
+
+        def train_step(data: Any) -> Any:
+            with inlined_functions(compiled=is_compiled(model.train_step)):
+                return model.train_step(data)
+
+        return train_step
 
     def batches_of(self, epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
         batches, size, rest = super().batches_of(epoch_iterator)

@@ -179,8 +179,7 @@ class TensorFlowBackend(Backend):
             exact=exact,
         )
 
-    def remarks(self, accumulation: Accumulation, *, is_whole: bool) -> list[str]:
-        del is_whole
+    def remarks(self, accumulation: Accumulation) -> list[str]:
         return accumulation.remarks()
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:

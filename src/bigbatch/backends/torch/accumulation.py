@@ -11,7 +11,7 @@ from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch.compat import seed_generators_of
-from bigbatch.backends.torch.draws import Drawn, Draws, differs
+from bigbatch.backends.torch.draws import Drawn, Draws, differs, passes_over
 from bigbatch.backends.torch.ops import ones
 from bigbatch.backends.torch.rollback import Copies
 from bigbatch.backends.torch.step_trial import kept_by
@@ -69,21 +69,30 @@ class SameForAll:
         self._draws.places = None if told.choices.of_batch else told.places
         self._draws.shared = {(one.kind, one.shape) for one in told.shared}
 
-    def with_other_draws(self, *, is_whole: bool) -> list[str]:
-        """Name what may draw other numbers than the full batch, by layers.
-
-        Args:
-            is_whole: whether the samples of a batch are known when its micro-batches run.
-        """
-        if self._backend.has_custom_train_step(self._model) and not self._knows_step:
+    def with_other_draws(self) -> list[str]:
+        """Name what may draw other numbers than the full batch, by layers."""
+        if not self._is_certain:
             return []
         on_cpu = ones().device.type == "cpu"
-        draws = [one for one in self._drawn if differs(one, is_whole=is_whole, on_cpu=on_cpu)]
+        draws = [one for one in self._drawn if differs(one, on_cpu=on_cpu)]
         layers = (self._model, *layers_of(self._model))
         owners = {id(seed): one.name for one in layers for seed in seed_generators_of(one)}
         names = [owners.get(id(one.seed), one.kind) for one in draws]
         by_python = ["Python's random or numpy.random"] if self._choices.of_samples else []
         return list(dict.fromkeys([*names, *self._unknown, *by_python]))
+
+    @property
+    def _is_certain(self) -> bool:
+        """Whether nothing more will be told of a `train_step`."""
+        return self._knows_step or not self._backend.has_custom_train_step(self._model)
+
+    @property
+    def draws_by_total(self) -> bool:
+        """Whether random numbers depend on how many samples the batch has."""
+        if not self._is_certain or ones().device.type != "cpu":
+            return False
+        is_any = self._draws.places is None or any(map(passes_over, self._drawn))
+        return self.in_blocks or is_any
 
     def others(self) -> list[Any]:
         """Return the state that every micro-batch changes, and the seeds."""
@@ -179,9 +188,14 @@ class Accumulation:
         """Return the tensors that a micro-batch may change beside metrics."""
         return self._same.assigned()
 
-    def with_other_draws(self, *, is_whole: bool) -> list[str]:
+    @property
+    def draws_by_total(self) -> bool:
+        """Whether random numbers depend on how many samples the batch has."""
+        return self._same.draws_by_total
+
+    def with_other_draws(self) -> list[str]:
         """Name what may draw other numbers than the full batch."""
-        return self._same.with_other_draws(is_whole=is_whole)
+        return self._same.with_other_draws()
 
     def effects(self) -> set[str]:
         """Return what reaches out of torch: nothing is known of it."""
@@ -229,8 +243,9 @@ class Accumulation:
         """Run micro-batches of `size` samples, or one of all of them, and add them up."""
         count = batches.checked_count(data)
         total = count
-        if size is None:  # a batch of several such calls, which has been counted for blocks
-            total = int(context[1]) if self._same.in_blocks else None
+        if size is None:  # a batch of several such calls
+            # It has been counted, if need be, unless that is what happens here.
+            total = int(context[1]) or None if self._same.draws_by_total else None
         size = size or count
         for start in range(0, count, size):
             rows = min(size, count - start)

@@ -6,8 +6,8 @@ full batch if its draw goes on where that of the micro-batch before has ended:
 - a layer with a seed has a generator of its own for every draw: it is kept for the batch;
 - a Dropout layer without one draws from the generator of torch, as all others do, and modules
   of torch, too. There the first micro-batch passes over the numbers of the samples after it, so
-  that the next layer finds what it finds in the full batch. In window mode the number of
-  samples is not known, and micro-batches draw their own.
+  that the next layer finds what it finds in the full batch. In window mode the batches of a
+  window are held, and counted, for that.
 
 Normal draws come in blocks of 16, and have a stream of their own. On other devices a draw is
 not in the order of its rows: micro-batches draw numbers of their own, from the same
@@ -346,18 +346,17 @@ def shape_of_noise(inputs: Any, noise_shape: Any) -> tuple[int, ...]:
     return tuple(own if one is None else one for one, own in zip(given, inputs.shape))
 
 
-def differs(draw: Drawn, *, is_whole: bool, on_cpu: bool) -> bool:
+def passes_over(draw: Drawn) -> bool:
+    """Say whether the rows of a draw depend on how many samples the batch has."""
+    return draw.kind in ("normal", UNSEEDED)
+
+
+def differs(draw: Drawn, *, on_cpu: bool) -> bool:
     """Say whether micro-batches may not have the rows of a draw of the full batch.
 
     Args:
         draw: a draw that has numbers for each sample.
-        is_whole: whether the samples of a batch are known when its micro-batches run.
         on_cpu: whether a CPU draws.
     """
-    if not on_cpu:
-        return True
-    if draw.kind in WITH_GLOBAL_SEED:
-        return True
-    if draw.kind == "normal":
-        return not is_whole or draw.dtype in (torch.float16, torch.bfloat16)
-    return draw.kind == UNSEEDED and not is_whole
+    is_half = draw.kind == "normal" and draw.dtype in (torch.float16, torch.bfloat16)
+    return not on_cpu or draw.kind in WITH_GLOBAL_SEED or is_half

@@ -90,8 +90,11 @@ class TorchBackend(OneReplica, Backend):
             )
         return Accumulation(SameForAll(self, model), compute, before)
 
-    def remarks(self, accumulation: Accumulation, *, is_whole: bool) -> list[str]:
-        names = accumulation.with_other_draws(is_whole=is_whole)
+    def draws_by_total(self, accumulation: Accumulation) -> bool:
+        return accumulation.draws_by_total
+
+    def remarks(self, accumulation: Accumulation) -> list[str]:
+        names = accumulation.with_other_draws()
         shown = ", ".join(names[:_SHOWN])
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         said = f"bigbatch: random draws differ from the full batch: {shown}{more}"

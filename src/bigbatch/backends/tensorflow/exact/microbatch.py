@@ -35,7 +35,7 @@ class MarkedFunction:
     def __call__(self, *args: Any) -> Any:
         """Call the function; what it sums up is marked in the graph that is being traced."""
         markers = Markers(self._replicas)
-        with marking(markers), inlined_functions():
+        with marking(markers), inlined_functions(compiled=True):
             results = self._compute(*args)
         self.markers[id(markers.graph)] = markers
         return results
