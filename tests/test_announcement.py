@@ -46,12 +46,6 @@ def said(capsys, setting, x=X, y=Y, model_layers=(), **fit):
             "the last of 10 samples",
         ),
         (
-            {"microbatch_size": 64},
-            50,
-            "batch 50 = 50 samples × 1 micro-batch (nothing is accumulated), "
-            "2 updates per epoch",
-        ),
-        (
             {"accumulation_steps": 3},
             10,
             "batch 30 = 10 samples × 3 micro-batches, 4 updates per epoch, "
@@ -116,7 +110,7 @@ def test_how_layers_normalise_by_name(capsys, batch_norm, expected):
     assert lines[1].endswith(": norm")
     # One micro-batch per batch is the full batch.
     plain = {"microbatch_size": 100, "batch_norm": batch_norm}
-    assert len(said(capsys, plain, model_layers=model_layers())) == 1
+    assert len(said(capsys, plain, model_layers=model_layers(), batch_size=100)) == 1
 
 
 @pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 has no exact batch normalisation")
@@ -137,6 +131,38 @@ def test_exact_batch_normalisation_and_its_cost(capsys, batch_norm, expected):
     assert expected in lines[2]
     assert "convolutions and matrix products run 1.00 times" in lines[2]
     assert len(lines) == 3  # and nothing that could not be checked
+
+
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_it_warns_if_nothing_is_accumulated(capsys, verbose):
+    with pytest.warns(UserWarning, match="no larger than microbatch_size=50. Pass a larger"):
+        lines = said(capsys, {"microbatch_size": 50}, batch_size=50, verbose=verbose)
+    expected = "bigbatch: batch 50 = 50 samples × 1 micro-batch, 2 updates per epoch"
+    assert [line[: len(expected)] for line in lines] == [expected] * (verbose > 0)
+    # As the message says; and all samples in one batch are what there is.
+    assert said(capsys, {"microbatch_size": 49}, batch_size=50)
+    assert said(capsys, {"microbatch_size": 50}, batch_size=100)
+    assert said(capsys, {"microbatch_size": 500}, batch_size=100)
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="the wrappers are of Keras 3")
+def test_it_warns_if_a_wrapper_trains_a_copy():
+    pytest.importorskip("sklearn")
+
+    def make():
+        model = keras.Sequential([keras.Input((5,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return bigbatch.accumulate(model, microbatch_size=4)
+
+    wrapper = keras.wrappers.SKLearnRegressor(make(), fit_kwargs={"verbose": 0})
+    with pytest.warns(UserWarning, match="Pass them a function"):
+        wrapper.fit(X, X[:, 0])
+    # As the message says; other copies are of use without training.
+    keras.models.clone_model(wrapper.model)
+    made = keras.wrappers.SKLearnRegressor(lambda X, y: make(), fit_kwargs={"verbose": 0})  # noqa: N803
+    made.fit(X, X[:, 0])
+    assert int(made.model_.optimizer.iterations.numpy()) == 4
+    assert bigbatch.microbatch_size(made.model_) == 4
 
 
 def test_it_is_silent_with_verbose_0_and_says_it_once_per_fit(capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import itertools
 import types
 from typing import Any, Callable, Iterator
@@ -283,6 +284,17 @@ def _held_by(model: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
                 if is_wanted(one):
                     unique.setdefault(id(one), one)
     return list(unique.values())
+
+
+def is_copied_for_scikit_learn() -> bool:
+    """Say whether a wrapper for scikit-learn is copying a model, to train the copy."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        is_wrapper = frame.f_globals.get("__name__") == "keras.src.wrappers.sklearn_wrapper"
+        if is_wrapper and frame.f_code.co_name == "_get_model":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def python_function(function: Any) -> Callable[..., Any]:

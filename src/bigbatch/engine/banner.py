@@ -49,9 +49,21 @@ def banner(model: Any, setting: Setting, epoch: Epoch) -> str:
     return "\n".join(f"bigbatch: {line}" for line in lines)
 
 
-def warn_of_conflicts(setting: Setting, epoch: Epoch, callbacks: Iterable[Any]) -> None:
+def warn_of_conflicts(
+    model: Any, setting: Setting, epoch: Epoch, callbacks: Iterable[Any]
+) -> None:
     """Warn if something else that was asked for works against accumulation."""
-    steps = setting.accumulation_steps
+    size, steps = setting.microbatch_size, setting.accumulation_steps
+    replicas = backend_of(model).replicas(model)
+    if isinstance(size, int) and _is_nothing_cut(size, epoch, replicas):
+        each = f"{epoch.batch_size} samples" + (
+            f" on {replicas} replicas" if replicas > 1 else ""
+        )
+        _warn(
+            f"nothing is accumulated: batches of {each} are no larger than "
+            f"microbatch_size={size}. Pass a larger batch_size to fit(), or a smaller "
+            "microbatch_size to accumulate()."
+        )
     if not isinstance(steps, int) or steps == 1:
         return
     if epoch.batches is not None and steps > epoch.batches:
@@ -90,13 +102,17 @@ def _split(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:
         count, size = -(-share // size), min(size, share)
         exact = count * size * replicas == batch
         parts = [f"batch {batch} = {_product(size, count, replicas, is_exact=exact)}"]
-        if count == 1 and epoch.batches != 1:
-            parts[0] += " (nothing is accumulated)"
     if epoch.batches is not None:
         parts.append(f"{_plural(epoch.batches, 'update')} per epoch")
         if epoch.rest:
             parts.append(f"the last of {_plural(epoch.rest, 'sample')}")
     return parts
+
+
+def _is_nothing_cut(size: int, epoch: Epoch, replicas: int) -> bool:
+    """Say whether all batches fit into one micro-batch, and not because data is short."""
+    batch = epoch.batch_size
+    return batch is not None and epoch.batches != 1 and -(-batch // replicas) <= size
 
 
 def _window(setting: Setting, epoch: Epoch, replicas: int) -> list[str]:

@@ -83,6 +83,9 @@ def causes_of(
     causes += [_of_variable(item, size) for item, size in found.items() if _is(item, VARIABLE)]
     gradients = {item: size for item, size in found.items() if _is(item, GRADIENT)}
     whole = parts[0].gradients if parts else []
+    if trial.makes_two_passes:
+        # Of the parts by themselves, which Python has run, loss and gradients are others.
+        return causes or [_beside_two_passes(found)]
     # State that differs explains gradients, if they are equal without it.
     is_state = bool(causes) and bool(whole) and _agree(whole, _added(parts[1:]), rounding)
     if gradients and not is_state and not any(one.where.startswith("layer") for one in causes):
@@ -149,6 +152,18 @@ def _beside_batch_norm(found: dict[Item, float]) -> Cause:
         "pass coupled=True if it is the loss of compile() or compute_loss(); else let "
         'batch_norm="pooled" and check="raise" name it, and compute it there with '
         "bigbatch.cross_microbatch_sum or bigbatch.cross_microbatch_gather",
+    )
+
+
+def _beside_two_passes(found: dict[Item, float]) -> Cause:
+    """Return what is known of a difference where the loss is that of the whole batch."""
+    item = max(found, key=lambda one: found[one])
+    return Cause(
+        f"{item.kind} {item.name!r}",
+        "it differs although the loss is computed on the whole batch: something in call() "
+        "mixes samples, or changes with every micro-batch",
+        found[item],
+        "compute every sample by itself in call()",
     )
 
 

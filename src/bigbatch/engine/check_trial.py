@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of, layers_of, metrics_of
 from bigbatch.core.outcome import Outcome
@@ -46,7 +46,10 @@ class Trial:
         assigned = [v for one in phases.passes for v in one.runs.assigned()]
         state = [*self._backend.state_of(model), *assigned]
         self._assigned = {id(part) for variable in assigned for part in local(variable)}
-        if self._backend.runs_in_python(model):  # what cannot be traced may assign any
+        self.makes_two_passes = phases.full_batch_loss is not None
+        """Whether the loss is computed on all samples, between two passes over parts."""
+        is_traced = not (self._backend.runs_in_python(model) or self.makes_two_passes)
+        if not is_traced:  # any variable may be assigned
             state += map(native, model.variables)
         parts = {id(part): part for v in (*state, *metrics) for part in local(v)}
         switch = phases.microbatch.norm.switch
@@ -85,32 +88,24 @@ class Trial:
         whole = backend.few_samples.rows_on_replicas(model, self._samples, rows)
         cuts: list[Any] = [whole]
         length = None
-        if self._is_split:
+        if self._is_split and not self.makes_two_passes:
             length = size if backend.runs_in_python(model) else backend.data.integer(size)
-        elif size < len(rows):
+        elif size < len(rows) and not self.makes_two_passes:
             parts = (rows[:size], rows[size:])
             cuts = [
                 backend.few_samples.rows_on_replicas(model, self._samples, part)
                 for part in parts
             ]
         before = backend.few_samples.arrays(self._values())
-        phases.begin()
         numbers = phases.microbatch.numbers
+        numbers.keep()
         before.update(numbers.values())
-        if phases.needs_counts:
-            for part in cuts:
-                phases.count(part, length)
-            phases.use_counts()
-        gradients, logs = [], {}
-        for number, this in enumerate(phases.passes):
-            if number:  # the gradients of a pass are those of the updates before it
-                phases.finish(is_whole=self._is_split, number=number - 1)
-                phases.begin_again(number)
-            for part in cuts:
-                phases.add(part, length, backend.ops.weight(len(cuts)), number)
-            of_pass, logs = phases.look(is_whole=self._is_split, number=number)
-            variables = [one.variables for one in this.microbatch.captured]
-            gradients += zip(variables, backend.few_samples.arrays(of_pass))
+        if self.makes_two_passes:
+            length = size if backend.runs_in_python(model) else backend.data.integer(size)
+            of_pass, logs = phases.look_at_two_passes(whole, length)
+            gradients = [*self._arrays_of(phases.microbatch, of_pass)]
+        else:
+            gradients, logs = self._of_micro_batches(cuts, length)
         logs = backend.few_samples.arrays(logs)
         after = {**backend.few_samples.arrays(self._values()), **numbers.values()}
         phases.rollback.restore()
@@ -125,6 +120,30 @@ class Trial:
             logs=logs,
             variables={name: (before[name], after[name]) for name in before if name in after},
         )
+
+    def _of_micro_batches(self, cuts: list[Any], length: Any) -> tuple[list[Any], Any]:
+        """Return gradients and logs of samples that are in parts, or are cut at `length`."""
+        backend, phases = self._backend, self._phases
+        phases.begin()
+        if phases.needs_counts:
+            for part in cuts:
+                phases.count(part, length)
+            phases.use_counts()
+        gradients, logs = [], {}
+        for number, this in enumerate(phases.passes):
+            if number:  # the gradients of a pass are those of the updates before it
+                phases.finish(is_whole=self._is_split, number=number - 1)
+                phases.begin_again(number)
+            for part in cuts:
+                phases.add(part, length, backend.ops.weight(len(cuts)), number)
+            of_pass, logs = phases.look(is_whole=self._is_split, number=number)
+            gradients += self._arrays_of(this.microbatch, of_pass)
+        return gradients, logs
+
+    def _arrays_of(self, microbatch: Any, gradients: Any) -> Iterator[tuple[Any, Any]]:
+        """Return the variables of each update, with their gradients as arrays."""
+        variables = [one.variables for one in microbatch.captured]
+        return zip(variables, self._backend.few_samples.arrays(gradients))
 
     def run_by_python(self) -> list[Part]:
         """Return what is seen of all samples, and of the parts, one after the other."""

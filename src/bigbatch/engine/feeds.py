@@ -59,7 +59,7 @@ class Slices(WholeBatches):
             phases.prepare(types, SharedDimensions.SAME, self.size or None)
             is_checked = trainer.self_check.is_done or self.size == WHOLE_BATCH
             # Stages take long to build, and are there already: in the graphs of the check.
-            if is_checked and not phases.is_exact:
+            if is_checked and not phases.needs_whole_batch:
                 # A number that is known when the graph is built makes a simpler one.
                 number = 1 if count == 1 else trainer.integer(count)
                 return phases.train_next(iterator, number, trainer.integer(size))

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from typing import Any, Callable
 
 from bigbatch.backends.keras import (
     backend_of,
     hidden_from_progress_bar,
+    is_copied_for_scikit_learn,
     is_multi_worker,
     optimizers_of,
 )
@@ -62,6 +64,8 @@ class _Hooks:
             "make_train_function": self.make_train_function,
             **self._backend.methods(model, self),
         }
+        if hasattr(model, "get_compile_config"):  # which Keras of TensorFlow 2.10 has not
+            self.methods["get_compile_config"] = self.get_compile_config
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         return self.fit_with(type(self._model).fit, *args, **kwargs)
@@ -138,7 +142,9 @@ class _Hooks:
         callbacks = arguments.get("callbacks") or ()
         callbacks = getattr(callbacks, "callbacks", callbacks)
         is_one = not isinstance(callbacks, (list, tuple))
-        warn_of_conflicts(self.setting, epoch, [callbacks] if is_one else callbacks)
+        warn_of_conflicts(
+            self._model, self.setting, epoch, [callbacks] if is_one else callbacks
+        )
         self._say(banner(self._model, self.setting, epoch))
 
     def _say(self, text: str) -> None:
@@ -177,6 +183,16 @@ class _Hooks:
         with self._backend.training(self, self._model, iterator) as batches:
             self.logs = dict(self.trainer.train(batches))
         return self.logs
+
+    def get_compile_config(self) -> Any:
+        if is_copied_for_scikit_learn():
+            warnings.warn(
+                "bigbatch: SKLearnClassifier and SKLearnRegressor train a copy of a model, "
+                "which does not accumulate. Pass them a function that makes the model and "
+                "calls bigbatch.accumulate().",
+                stacklevel=2,
+            )
+        return type(self._model).get_compile_config(self._model)
 
     def _hidden_logs(self) -> set[str]:
         statistics = statistics_of(self._model)

@@ -88,6 +88,8 @@ class MicroBatch:
         """What depends on earlier updates; known when all updates have been traced."""
         self.numbers = PythonNumbers(model)
         """The numbers that Python code counts with, as a batch begins with them."""
+        self.weighs_by_term = False
+        """Whether micro-batches count for what their only term divides by, not for samples."""
         self.sums: dict[int, Any] = {}
         """Where gradients are added up, by the number of the update."""
 
@@ -177,6 +179,7 @@ class MicroBatch:
             for sums in self.sums.values():
                 stack.enter_context(sums.adding())
             logs = backend.train_step_of(model)(data)
+        self.weighs_by_term = recorder.loss_weight is not None
         self.captured = captured = seen.captured
         loss_weight = self._loss_weight(recorder, samples)
         totals = Totals(
@@ -255,14 +258,15 @@ class MicroBatch:
     def _can_weigh(self) -> bool:
         """Say whether micro-batches may count for the denominator of a term of the loss.
 
-        Then it need not be known before. The loss must be that term and regularisers alone,
+        Then it need not be known before: of several replicas, or where it takes a forward pass
+        to count it, as nothing is traced. The loss must be that term and regularisers alone,
         and loss scaling, which needs gradients of the size they have in the full batch, off.
         """
         model, backend = self.model, self.backend
+        is_traced = backend.is_traced(model) and not backend.runs_in_python(model)
         return (
-            self._replicas > 1
+            (is_traced if self._replicas > 1 else not backend.is_traced(model))
             and not self.plan.is_gathered
-            and not backend.runs_in_python(model)
             and not backend.has_custom_train_step(model)
             and not backend.uses_inputs_after_call(model)
             and backend.number_of_terms(model) == 1
@@ -314,19 +318,21 @@ class MicroBatch:
     def count(self, vector: Any, data: Any) -> list[Any]:
         """Return the samples, and what the terms divide by, of one micro-batch.
 
-        Of the forward pass only masks and shapes are computed.
+        Of the forward pass only masks and shapes are computed. `vector` is `None` if this is
+        tried to find out what has to be counted.
         """
-        del vector
         backend, model = self.backend, self.model
         samples = backend.ops.weight(backend.data.sample_count(data))
-        needs_call = self.plan.needs_denominators
+        needs_call = self.plan.needs_denominators or vector is None
         if not needs_call and (
             backend.has_custom_train_step(model) or not backend.is_traced(model)
         ):
             # Its data may be nothing that can be called, and Python would compute all of it.
             return [samples]
         x, y, sample_weight = backend.unpacked(data)
-        recorder = TermRecorder(backend, self.plan, self._note, self.lengths)
+        recorder = TermRecorder(
+            backend, self.plan, self._note, self.lengths, can_weigh=self._can_weigh
+        )
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.
         # Neither must metrics of layers.
         with contextlib.ExitStack() as stack:

@@ -27,6 +27,8 @@ _GRAPHS = (
     "look",
     "finish",
     "settle",
+    "run_two_passes",
+    "finish_two_passes",
 )
 
 
@@ -80,6 +82,8 @@ class PhaseState:
         self._known_size: int | None = None
         self._known: list[list[Any]] = []
         self._types: Any = None
+        self.two_passes_fit_any_size = True
+        """Whether two passes take any number of samples, known when they have been traced."""
         self._needed_counts = False
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""

@@ -99,14 +99,9 @@ class Phases(PhaseState):
             return self._train_batch(data, size)
 
     def _train_batch(self, data: Any, size: Any) -> dict[str, Any]:
-        backend, model, full = self._backend, self._model, self.full_batch_loss
+        backend, model = self._backend, self._model
         data = backend.data.without_optionals(data)
         self.learn(data, size)
-        if full is not None:
-            with self.rollback.taken():
-                totals = backend.reduce(model, self._run_full_batch, data, size)
-            with self.rollback.final(self._ops.flatten(totals)):
-                return self._updated(full, totals)
         self._passes.numbers.keep()
         with self.rollback.taken():
             backend.on_replicas(model, self._open)
@@ -145,7 +140,47 @@ class Phases(PhaseState):
     def _run_full_batch(self, data: Any, size: Any) -> Any:
         assert self.full_batch_loss is not None
         is_known = isinstance(self._backend.data.sample_count(data), int)
-        return self.full_batch_loss.local(data, (is_known and self._known_size) or size)
+        must_know = is_known and not self.two_passes_fit_any_size
+        return self.full_batch_loss.local(data, (must_know and self._known_size) or size)
+
+    def trace_two_passes(self, types: Any) -> None:
+        """Trace two passes for batches of any number of samples, or if need be of the known."""
+        if self._backend.runs_in_python(self._model):
+            return
+        functions = self._backend.data
+        any_count, size = functions.types_of_any_count(types), functions.INTEGER
+        try:
+            self.run_two_passes.get_concrete_function(any_count, size)
+        except Exception:  # which training raises, too, unless the number is known
+            self.two_passes_fit_any_size = False
+            if functions.has_known_count(types):
+                self.run_two_passes.get_concrete_function(types, size)
+
+    def train_by_two_passes(self, data: Any, size: Any) -> dict[str, Any]:
+        """Make one update from a batch, with a loss that is computed on all of it."""
+        self.learn(data, size)
+        return self.finish_two_passes(self.run_two_passes(data, size))
+
+    def run_two_passes(self, data: Any, size: Any) -> Any:
+        """Return what two passes over a batch give, summed over replicas."""
+        self._passes.numbers.keep()
+        with self.rollback.taken():
+            return self._backend.reduce(self._model, self._run_full_batch, data, size)
+
+    def finish_two_passes(self, totals: Any) -> dict[str, Any]:
+        """Make the update of two passes; return the logs."""
+        with self.rollback.final(self._ops.flatten(totals)):
+            return self._updated(self.full_batch_loss, totals)
+
+    def look_at_two_passes(
+        self, data: Any, size: Any
+    ) -> tuple[list[list[Any]], dict[str, Any]]:
+        """Return the gradients that the optimizer would get from two passes, and the logs."""
+        totals = self.run_two_passes(data, size)
+        self._backend.on_replicas(self._model, self.microbatch.close)
+        (captured,) = self.microbatch.captured
+        gradients = map(self._ops.as_gradient_of, captured.variables, totals.gradients)
+        return [list(gradients)], totals.logs
 
     def begin(self) -> None:
         """Begin a batch."""

@@ -48,6 +48,9 @@ Losses of new weights are about the same for every sample, and so are their wron
 _NO_ROUNDING = 100
 """More than so many tolerances is never rounding."""
 
+_OF_FLOAT32 = 1e-5
+"""What may be rounding in a float64 model, too: some layers compute a part in float32."""
+
 _NOT_CHECKED = "bigbatch: not checked whether updates equal the full batch"
 
 
@@ -96,13 +99,13 @@ class SelfCheck:
     def uses_phases(self) -> bool:
         """Whether a batch is to be trained on phase by phase, in the graphs that this uses."""
         is_graph = self._mode != "off" and not self._backend.runs_in_python(self._model)
-        return is_graph and self._has_any_size()
+        return is_graph and self._phases.full_batch_loss is None and self._has_any_size()
 
     def _has_any_size(self) -> bool:
         """Say whether micro-batches may have any number of samples, and run once."""
         phases = self._phases
         if phases.full_batch_loss is not None:
-            return False
+            return phases.two_passes_fit_any_size
         return all(one.runs.is_any_size for one in phases.passes)
 
     def at(self, data: Any, size: int | None) -> bool:
@@ -162,6 +165,8 @@ class SelfCheck:
     def _found(self, data: Any, size: int | None) -> list[Cause]:
         """Return why samples give something else when cut; nothing if they do not."""
         count = _COUNT if size is None or size >= _COUNT else 3
+        if self._phases.full_batch_loss is not None:
+            self._phases.trace_two_passes(self._backend.data.types_of_any_count(data))
         samples, reason = None, self._obstacle()
         if reason is None:
             reason = "fewer than 3 samples"
@@ -208,6 +213,8 @@ class SelfCheck:
         cut = self._run(trial.outcome, every, CUTS[trial.count])
         tolerance = tolerance_of(_dtypes(self._model))
         has_draws = any(one.runs.draws_by_sample for one in self._phases.passes)
+        if trial.makes_two_passes:  # of which nothing is traced here
+            has_draws = any(map(self._backend.has_seeds, layers_of(self._model)))
         tolerance *= _WITH_DRAWS if has_draws else 1
         # A gradient that is nothing but rounding moves weights as far as others, with Adam.
         tolerance *= _AFTER_UPDATES if self._phases.runs_again else 1
@@ -225,7 +232,7 @@ class SelfCheck:
                 item: size
                 for item, size in found.items()
                 if item.kind != GRADIENT
-                or floors[item] > _NO_ROUNDING * tolerance
+                or floors[item] > max(_NO_ROUNDING * tolerance, _OF_FLOAT32)
                 or size > _FLOORS * floors[item]
             }
         if not found:
@@ -252,8 +259,6 @@ class SelfCheck:
     def _obstacle(self) -> str | None:
         """Return why nothing can be tried, if so."""
         phases, model, backend = self._phases, self._model, self._backend
-        if phases.full_batch_loss is not None:
-            return "the loss is computed on the whole batch, by two passes"
         if any(getattr(layer, "stateful", False) for layer in layers_of(model)):
             return "a stateful layer has a fixed number of samples"
         if not self._has_any_size():

@@ -123,6 +123,8 @@ class Trainer:
         self.trace(data, types)
         if self._workers is not None:
             return self._workers.train(self.phases, data, rows)
+        if self.phases.full_batch_loss is not None:
+            return self.phases.train_by_two_passes(data, rows)
         if self.self_check.uses_phases:
             is_known = types is not None and self.backend.data.has_known_count(types)
             return self.phases.train_by_phases(data, rows, is_known=is_known)
@@ -137,7 +139,9 @@ class Trainer:
         if types is None:
             types = functions.types_of_any_count(data)
         types = functions.without_optionals(types)
-        if self.self_check.uses_phases:
+        if self.phases.full_batch_loss is not None:
+            self.phases.trace_two_passes(types)
+        elif self.self_check.uses_phases:
             is_known = functions.has_known_count(types)
             self._trace_phases(functions.types_of_any_count(types), functions.INTEGER)
             for number in range(len(self.phases.passes)):

@@ -46,7 +46,7 @@ class Update:
                 norms = [norm * nominal for norm in statistics.squared_norms]
                 statistics = statistics._replace(squared_norms=norms)
         totals = totals._replace(gradients=gradients, logs=logs, statistics=statistics)
-        is_done = is_nominal or self._replicas > 1
+        is_done = (is_nominal and not microbatch.weighs_by_term) or self._replicas > 1
         return ReplicaTotals(totals, metrics, None if is_done else nominal)
 
     def apply(self, replicas: ReplicaTotals) -> dict[str, Any]:

@@ -249,6 +249,7 @@ class Remembering(keras.Sequential):
         return logs
 
 
+@pytest.mark.filterwarnings("ignore:bigbatch. nothing is accumulated")
 def test_trying_leaves_nothing_in_python_objects(float64):
     """One micro-batch per batch is plain Keras, whatever a step remembers."""
     make = lambda: Remembering([keras.Input((4,)), keras.layers.Dense(3)])  # noqa: E731

@@ -394,7 +394,7 @@ def test_a_constant_batch_size(loss, operation, run_eagerly, drop_remainder, mod
     for advice in ("tf.shape(x)[0]", "microbatch_size=21"):
         assert advice in fix
     bigbatch.accumulate(model, microbatch_size=21)
-    model.fit(data.batch(21), shuffle=False, verbose=0)
+    model.fit(data.batch(21), shuffle=False, verbose=0)  # all of it is one batch
     assert int(model.optimizer.iterations) == 1
 
 

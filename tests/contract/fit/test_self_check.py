@@ -234,6 +234,15 @@ def test_a_compiled_loss_is_told_and_the_fix_works():
     assert not fit(model, loss=of_labels)
 
 
+def test_two_passes_are_checked(mode, capsys):
+    (message,) = fit(sequential(Bank()), mode, loss=of_labels)
+    assert re.search(PLANTED["memory bank"][1], message), message
+    model = sequential(layers.Dropout(0.5 if IS_KERAS_3 else 0.0))
+    assert not fit(model, mode, loss=of_labels)
+    model.compile("sgd", of_labels)
+    assert not said(capsys, model)
+
+
 def test_batch_normalisation_is_no_difference_and_hides_none(mode):
     assert not fit(sequential(layers.BatchNormalization(), layers.BatchNormalization()), mode)
     (message,) = fit(sequential(layers.BatchNormalization(), Stddev()), mode)
