@@ -56,6 +56,11 @@ class Defaults:
         """Return what has been added up, as far as it is logged before a batch is complete."""
         return accumulation.value()
 
+    def reading_function(self, model: Any, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that reads metrics, made such that calling it takes little time."""
+        del model
+        return read
+
     def draws_by_total(self, accumulation: Any) -> bool:
         """Say whether random numbers of micro-batches depend on the samples of the batch."""
         del accumulation

@@ -286,6 +286,38 @@ def _held_by(model: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
     return list(unique.values())
 
 
+class Held:
+    """The optimizers and metrics that attributes of a model hold, batch by batch.
+
+    Where Python runs every micro-batch, looking takes time: it is done in the first two
+    micro-batches of a batch, of which the first may make some.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._found: dict[Any, list[list[Any]]] = {}
+
+    def begin(self) -> None:
+        """Begin a batch."""
+        self._found.clear()
+
+    def optimizers(self) -> list[Any]:
+        """Return what `optimizers_of` does."""
+        return self._last(optimizers_of)
+
+    def metrics(self) -> list[Any]:
+        """Return what `metrics_of` does."""
+        return self._last(metrics_of)
+
+    def _last(self, find: Callable[[Any], list[Any]]) -> list[Any]:
+        if not backend_of(self._model).runs_in_python(self._model):
+            return find(self._model)
+        found = self._found.setdefault(find, [])
+        if len(found) < 2:
+            found.append(find(self._model))
+        return found[-1]
+
+
 def is_copied_for_scikit_learn() -> bool:
     """Say whether a wrapper for scikit-learn is copying a model, to train the copy."""
     frame = inspect.currentframe()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import Any, Iterator, NamedTuple
 
-from bigbatch.backends.keras import backend_of, metrics_of
+from bigbatch.backends.keras import Held, backend_of
 from bigbatch.core.patching import replaced
 from bigbatch.engine.batch_metrics import BatchMetrics
 from bigbatch.engine.loss_terms import TermRecorder
@@ -30,10 +30,11 @@ class BatchLogs:
 
     Args:
         model: a Keras model.
+        held: its metrics.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, held: Held) -> None:
+        self._model, self._held = model, held
         self._backend = backend_of(model)
         self.metrics = BatchMetrics(model)
         """Updates the metrics that need the whole batch."""
@@ -61,7 +62,7 @@ class BatchLogs:
             return value
 
         with contextlib.ExitStack() as stack:
-            for metric in metrics_of(self._model):
+            for metric in self._held.metrics():
                 noting = functools.partial(result, metric, metric.result)
                 stack.enter_context(replaced(metric, result=noting))
             yield noted

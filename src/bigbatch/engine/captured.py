@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator
 
-from bigbatch.backends.keras import backend_of, optimizers_of
+from bigbatch.backends.keras import Held, backend_of
 from bigbatch.errors import ContextError, explain
 
 
@@ -61,10 +61,14 @@ class Capturing:
 
     Replicas run in threads, which may stop in the middle of a `train_step` and let another run:
     optimizers are changed once for all threads, and act for the one that calls them.
+
+    Args:
+        model: a Keras model.
+        held: its optimizers.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, held: Held) -> None:
+        self._model, self._held = model, held
         self._local = threading.local()
         self._lock = threading.Lock()
         self._open = 0
@@ -83,7 +87,7 @@ class Capturing:
             take: called with the gradients, whenever an optimizer is given some, until it
                 returns that the others are of no use.
         """
-        optimizers = optimizers_of(self._model)
+        optimizers = self._held.optimizers()
         before = getattr(self._local, "capture", None)
         capture = _Capture(backend_of(self._model), weigh, take)
         self._local.capture = capture

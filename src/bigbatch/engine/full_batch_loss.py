@@ -43,7 +43,7 @@ class FullBatchLoss:
         self._model = model
         self._backend = backend_of(model)
         self._microbatch = microbatch
-        self._capturing = Capturing(model)
+        self._capturing = Capturing(model, microbatch.held)
         self._whole = self._backend.loss_of_whole_batch(model, self._running)
         if self._whole is None:
             self._passes = self._backend.two_passes(model, microbatch.kept)

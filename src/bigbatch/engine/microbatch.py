@@ -6,7 +6,7 @@ import contextlib
 import functools
 from typing import Any, Callable
 
-from bigbatch.backends.keras import backend_of, metrics_of, optimizers_of
+from bigbatch.backends.keras import Held, backend_of, metrics_of, optimizers_of
 from bigbatch.core.passes import ALL_UPDATES, Order, Pass
 from bigbatch.core.patching import replaced
 from bigbatch.core.sparse_gradients import SparseGradients
@@ -75,9 +75,11 @@ class MicroBatch:
         """The backend of the model."""
         self._replicas = self.backend.replicas(model)
         self._sparse = sparse or SparseGradients()
-        self._capturing = Capturing(model)
+        self.held = Held(model)
+        """The optimizers and metrics that its attributes hold."""
+        self._capturing = Capturing(model, self.held)
         self.norm = BatchNorm(model, batch_norm)
-        self.logs = BatchLogs(model)
+        self.logs = BatchLogs(model, self.held)
         self.statistics = statistics_of(model)
         self.lengths = SharedDimensions.SAME
         self.plan = plan or LossPlan()
@@ -245,6 +247,7 @@ class MicroBatch:
 
     def open(self) -> None:
         """Begin to add up gradients, on this replica; a micro-batch has been traced."""
+        self.held.begin()
         for sums in self.sums.values():
             for one in sums.used:
                 one.open()

@@ -156,6 +156,9 @@ class PhaseState:
         """Make graphs of the phases, for what is known of a micro-batch now."""
         self._passes.make_rollback()
         self._updates = {}
+        reading, logs = self._backend.reading_function, self.microbatch.logs
+        self._so_far = reading(self._model, logs.so_far)
+        self._divided = reading(self._model, logs.divided)
         for name in _GRAPHS:
             method = getattr(type(self), name).__get__(self)
             setattr(self, name, self._backend.compiled(self._model, method))

@@ -269,13 +269,13 @@ class Phases(PhaseState):
 
         def logs() -> tuple[Any, Any]:
             totals = self._backend.totals_so_far(self.passes[-1].runs)
-            return self.microbatch.logs.so_far(totals.logs, totals.samples), totals.samples
+            return self._so_far(totals.logs, totals.samples), totals.samples
 
         replicas = self._backend.on_replicas(self._model, logs)
         results = self._backend.local_results(self._model, replicas)
         add = functools.partial(functools.reduce, ops.added)
         values, samples = ops.map_structure(lambda *parts: add(parts), *results)
-        return self.microbatch.logs.divided(values, samples)
+        return self._divided(values, samples)
 
     def finish(
         self, *, is_whole: bool, number: int = 0, is_known: bool | None = None

@@ -183,6 +183,23 @@ class JaxBackend(OneReplica, Backend):
 
         return call
 
+    def reading_function(self, model: Any, read: Callable[..., Any]) -> Callable[..., Any]:
+        """Return one program: by themselves, its operations would wait for micro-batches."""
+
+        def pure(values: Any, given: Any) -> Any:
+            with state.scope_of(self.metrics_variables(model), values):
+                return read(*given)
+
+        program = jax.jit(pure)
+
+        def call(*given: Any) -> Any:
+            is_simple = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given))
+            if not is_simple or self.runs_eagerly(model):
+                return read(*given)
+            return program(state.values_of(self.metrics_variables(model)), given)
+
+        return call
+
     def train_function(
         self, model: Any, train: Callable[[Any], dict[str, Any]]
     ) -> Callable[..., Any]:
