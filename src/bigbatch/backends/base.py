@@ -34,8 +34,13 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
     # Where code runs.
 
     @abc.abstractmethod
-    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function as one graph, unless the model runs eagerly."""
+    def compiled(
+        self, model: Any, function: Callable[..., Any], *, is_optimised: bool = True
+    ) -> Callable[..., Any]:
+        """Return a function as one graph, unless the model runs eagerly.
+
+        `is_optimised` says whether the framework may take time to make the graph faster.
+        """
 
     def eager_if_asked(self, model: Any) -> Block[None]:
         """Return a block in which a model runs eagerly if the framework is told to."""

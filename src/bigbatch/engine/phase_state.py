@@ -161,7 +161,10 @@ class PhaseState:
         self._divided = reading(self._model, logs.divided)
         for name in _GRAPHS:
             method = getattr(type(self), name).__get__(self)
-            setattr(self, name, self._backend.compiled(self._model, method))
+            # Stages are many operations, which take long to optimise, and run no faster for it.
+            is_optimised = not self.is_exact
+            compiled = self._backend.compiled(self._model, method, is_optimised=is_optimised)
+            setattr(self, name, compiled)
 
     def draw_in_blocks(self, is_so: bool) -> bool:
         """Say whether draws of several rows for each sample can be in blocks, or not again.

@@ -13,7 +13,6 @@ from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of, layers_of
 from bigbatch.core.outcome import (
-    GRADIENT,
     LOG,
     Item,
     Outcome,
@@ -231,8 +230,7 @@ class SelfCheck:
             found = {
                 item: size
                 for item, size in found.items()
-                if item.kind != GRADIENT
-                or floors[item] > max(_NO_ROUNDING * tolerance, _OF_FLOAT32)
+                if floors[item] > max(_NO_ROUNDING * tolerance, _OF_FLOAT32)
                 or size > _FLOORS * floors[item]
             }
         if not found:

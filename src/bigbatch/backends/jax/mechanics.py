@@ -35,9 +35,11 @@ class JaxBackend(OneReplica, Backend):
     few_samples = few_samples
     OUT_OF_MEMORY = OutOfMemoryError
 
-    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(
+        self, model: Any, function: Callable[..., Any], *, is_optimised: bool = True
+    ) -> Callable[..., Any]:
         """Return a function of the engine as it is: what it calls is compiled."""
-        del model
+        del model, is_optimised
         return function
 
     def is_traced(self, model: Any) -> bool:

@@ -42,6 +42,8 @@ from bigbatch.core.sparse_gradients import SparseGradients
 _SWITCHES: Any = weakref.WeakKeyDictionary()
 """The switch of each model: a `tf.function` of the user's may keep it for good."""
 
+_NOTHING_OPTIMISED = "disable_meta_optimizer"
+
 
 class TensorFlowBackend(Backend):
     """The part of a backend that Keras 2 and Keras 3 share on TensorFlow."""
@@ -57,12 +59,15 @@ class TensorFlowBackend(Backend):
         tf.errors.CancelledError,
     )
 
-    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(
+        self, model: Any, function: Callable[..., Any], *, is_optimised: bool = True
+    ) -> Callable[..., Any]:
         if self.runs_in_python(model):
             return function
         # Or TensorFlow would warn that methods of many models are traced many times.
         function = functools.partial(function)
-        return tf.function(function, reduce_retracing=True, autograph=False)
+        graph = tf.function(function, reduce_retracing=True, autograph=False)
+        return graph if is_optimised else _AsItIs(graph)
 
     @contextlib.contextmanager
     def eager_if_asked(self, model: Any) -> Iterator[None]:
@@ -305,3 +310,22 @@ def _unharmed(owners: tuple[Any, ...]) -> Iterator[None]:
     """Return a block in which code is traced, to be looked at: objects stay as they are."""
     with attributes_kept(owners), contents_kept(owners):
         yield
+
+
+class _AsItIs:
+    """A function of a graph that TensorFlow runs as it was built, without optimising it."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        options = tf.config.optimizer
+        before = options.get_experimental_options().get(_NOTHING_OPTIMISED, False)
+        options.set_experimental_options({_NOTHING_OPTIMISED: True})
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            options.set_experimental_options({_NOTHING_OPTIMISED: before})

@@ -50,8 +50,10 @@ class TorchBackend(OneReplica, Backend):
     TELLS_ORDER = True
     OUT_OF_MEMORY = OUT_OF_MEMORY
 
-    def compiled(self, model: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        del model
+    def compiled(
+        self, model: Any, function: Callable[..., Any], *, is_optimised: bool = True
+    ) -> Callable[..., Any]:
+        del model, is_optimised
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
