@@ -1,7 +1,7 @@
 """Gradient accumulation in a custom training loop: batches of 256 on a device that holds 32.
 
-The three lines that are new are marked. The last window of an epoch is shorter than the
-others; `flush` applies it with the weight it really has.
+Comments mark the three new lines. The last window of an epoch is shorter than the others;
+`flush` applies it, weighted by the samples that it has.
 """
 
 import keras

@@ -1,6 +1,6 @@
-"""The same loop on several devices: micro-batches are silent, an update reduces once.
+"""The same loop on several devices, which communicate once per update, not per micro-batch.
 
-Runs on all GPUs of the machine, or on two logical CPUs where there is none.
+It runs on all GPUs of the machine, or on two logical CPU devices if there is no GPU.
 """
 
 import keras

@@ -1,8 +1,8 @@
 """A variational autoencoder with a custom `train_step`, which runs on each micro-batch.
 
-The gradients for its optimizer are collected, and each batch makes one update. Whether its loss
-is a mean or a sum over samples is found by trying. The code is drawn at random; every sample
-gets the numbers that it gets in the full batch, so the losses are the same.
+bigbatch collects the gradients for its optimizer, and makes one update per batch. It tries the
+`train_step` on a few samples to find out whether the loss is a mean or a sum. The code is drawn
+at random; every sample gets the same numbers as in the full batch, so the losses are the same.
 """
 
 import keras

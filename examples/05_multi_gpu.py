@@ -1,7 +1,7 @@
-"""`fit` on several devices: every replica cuts its part of the batch, an update reduces once.
+"""`fit` on several devices: every replica cuts its part of the batch; one reduction per update.
 
-Runs on all GPUs of the machine, or on two logical CPUs where there is none. `microbatch_size`
-counts the samples on one device at a time.
+It runs on all GPUs of the machine, or on two logical CPU devices if there is no GPU.
+`microbatch_size` counts the samples on one device at a time.
 """
 
 import keras

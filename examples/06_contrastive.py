@@ -1,8 +1,9 @@
-"""A contrastive loss, where accumulation is silently wrong everywhere else, made exact.
+"""An exact contrastive loss with micro-batches; plain accumulation is silently wrong for it.
 
-SimCLR on digits: two views of each image should be close to each other and far from the other
-images *of the batch*. A micro-batch by itself has few other images, so that plain accumulation
-learns something different from the full batch. With `coupled=True` it learns the same.
+The example trains SimCLR on digits: two views of each image should be close to each other, and
+far from the other images *of the batch*. A micro-batch alone has few other images, so plain
+accumulation learns something different from the full batch. With `coupled=True` it learns the
+same.
 """
 
 import warnings
@@ -60,7 +61,7 @@ class SimCLR(keras.Model):
 
 
 def run(prepare):
-    """Train an encoder; return how well a linear classifier does on top of it, by epoch."""
+    """Train an encoder; return the accuracy of a linear classifier on its codes, by epoch."""
     keras.utils.set_random_seed(0)
     model = SimCLR()
     model.compile(keras.optimizers.Adam(3e-3))
@@ -71,7 +72,7 @@ def run(prepare):
     def probe(epoch, _):
         if epoch % 3 == 2:
             codes = model.encoder.predict(images, verbose=0)
-            few = slice(0, 100)  # labels
+            few = slice(0, 100)  # few labels
             classifier = LogisticRegression().fit(codes[few], labels[few])
             accuracies.append(classifier.score(codes[test], labels[test]))
 
@@ -86,7 +87,7 @@ def run(prepare):
     return accuracies, history.history["loss"][-1], float(model.temperature)
 
 
-warnings.simplefilter("ignore", bigbatch.NotEqualWarning)  # it says what this shows
+warnings.simplefilter("ignore", bigbatch.NotEqualWarning)  # expected here
 runs = {
     f"full batch of {BATCH}": run(lambda model: model),
     f"micro-batches of {MICROBATCH}": run(

@@ -1,7 +1,7 @@
 """A batch that does not fit, on a device with little memory, and the line that makes it fit.
 
 The same script runs three times: without a limit, with a limit of 100 MB, and with the limit
-and one more line. The limit is a real one: TensorFlow's allocator for GPUs, used for the CPU.
+and one more line. The limit is real: the CPU uses TensorFlow's allocator for GPUs.
 """
 
 import os

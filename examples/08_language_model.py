@@ -1,8 +1,8 @@
-"""A small transformer that predicts the next letter, with lines of different length.
+"""A small transformer that predicts the next letter in lines of different length.
 
-Padding is masked: the mean over the valid letters of a micro-batch is not that of the batch,
-because every micro-batch has another number of them. Keras' own accumulation takes the mean of
-those means and makes other updates. bigbatch makes the update of the full batch.
+Padding is masked, and every micro-batch has a different number of valid letters. So the mean of
+the micro-batches' means is not the mean of the batch. Keras' own accumulation applies the mean
+of means, which gives different updates. bigbatch makes the update of the full batch.
 """
 
 import keras
@@ -15,7 +15,7 @@ LENGTH, BATCH, MICROBATCH, EPOCHS = 48, 64, 8, 2
 
 text = "\n".join(load().DESCR for load in (load_digits, load_iris, load_wine))
 lines = [line.strip()[:LENGTH] for line in text.splitlines() if line.strip()]
-lines = lines[: len(lines) // BATCH * BATCH]  # whole batches: Keras' own loses a short last one
+lines = lines[: len(lines) // BATCH * BATCH]  # full batches: Keras' own drops short ones
 letters = sorted(set("".join(lines)))
 number = {letter: index for index, letter in enumerate(letters, start=1)}  # 0 is padding
 data = np.zeros((len(lines), LENGTH + 1), "int32")
@@ -25,7 +25,7 @@ x, y = data[:, :-1], data[:, 1:]
 
 
 class Positions(keras.layers.Layer):
-    """Adds a learned vector for every position, and passes the mask on."""
+    """Add a learned vector to every position, and pass the mask on."""
 
     def __init__(self):
         super().__init__()

@@ -1,13 +1,13 @@
 """`fit` on two machines with `MultiWorkerMirroredStrategy`: one reduction per update.
 
-On each machine the same script, told by TF_CONFIG who it is:
+Run the same script on each machine; TF_CONFIG says which worker it is:
 
     TF_CONFIG='{"cluster": {"worker": ["HOST1:2222", "HOST2:2222"]},
                 "task": {"type": "worker", "index": 0}}' python 09_two_workers.py
     TF_CONFIG='{"cluster": {"worker": ["HOST1:2222", "HOST2:2222"]},
                 "task": {"type": "worker", "index": 1}}' python 09_two_workers.py
 
-Without TF_CONFIG it starts both workers on this machine.
+Without TF_CONFIG the script starts both workers on this machine.
 """
 
 import json
@@ -35,10 +35,10 @@ from sklearn.datasets import load_digits
 
 import bigbatch
 
-strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before anything else of TensorFlow
+strategy = tf.distribute.MultiWorkerMirroredStrategy()  # before any other call of TensorFlow
 x, y = load_digits(return_X_y=True)
 x = (x / 16).astype("float32")
-# The batch of all workers together: each gets its part, and cuts that into micro-batches.
+# batch_size counts all workers: each gets its part, and cuts it into micro-batches.
 dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(256)
 options = tf.data.Options()
 options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA

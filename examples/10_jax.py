@@ -1,4 +1,4 @@
-"""Gradient accumulation in Keras 3 on JAX: the same line, TensorFlow need not be installed.
+"""Gradient accumulation in Keras 3 on JAX with the same line; TensorFlow need not be installed.
 
 pip install "bigbatch[jax]"
 KERAS_BACKEND=jax python 10_jax.py
@@ -13,7 +13,7 @@ import numpy as np
 
 import bigbatch
 
-BATCH, MICROBATCH = 256, 48  # 256 = 5 × 48 + 16: a short tail
+BATCH, MICROBATCH = 256, 48  # 256 = 5 × 48 + 16: the last micro-batch is short
 
 rng = np.random.default_rng(0)
 x = rng.normal(size=(1000, 32)).astype("float32")

@@ -1,7 +1,7 @@
 """Keras on torch: `fit` with a batch of 256 and 64 samples on the device at a time.
 
-TensorFlow need not be installed. The same model is trained with the full batch, too: the
-weights are the same but for rounding, with dropout, clipping and a short last batch.
+TensorFlow need not be installed. The script trains the same model with the full batch, too: the
+weights are equal up to rounding, with dropout, clipping and a short last batch.
 """
 
 import os

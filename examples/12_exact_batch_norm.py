@@ -1,7 +1,7 @@
 """Batch normalisation with the statistics of 256 samples, eight in memory at a time.
 
-Everywhere else accumulation and BatchNormalization do not go together: layers normalise with a
-micro-batch. Here the weights are those of the full batch.
+With other ways to accumulate, BatchNormalization normalises with a micro-batch. Here it uses
+the whole batch, and the weights equal the full batch.
 """
 
 import keras
@@ -12,7 +12,7 @@ import bigbatch
 x, y = load_digits(return_X_y=True)
 x = (x[:768] / 16).reshape(-1, 8, 8, 1)
 y = y[:768]
-keras.config.set_floatx("float64")  # so that rounding does not hide what differs
+keras.config.set_floatx("float64")  # so that rounding does not hide differences
 
 
 def train(**setting):
