@@ -183,18 +183,17 @@ class MicroBatch:
             logs = backend.train_step_of(model)(data)
         self.weighs_by_term = recorder.loss_weight is not None
         self.captured = captured = seen.captured
-        loss_weight = self._loss_weight(recorder, samples)
         totals = Totals(
             gradients=[one.gradients for one in captured],
             samples=samples,
-            loss_weight=loss_weight,
+            loss_weight=self._loss_weight(recorder, samples),
             logs=LogTotals({}, [], [], []),
             moments=[],
             statistics=self.statistics and StatisticTotals(ops.ones(), seen.squared_norms),
         )
         if self.part.gives_logs:
             of_logs = self.logs.of_microbatch(
-                recorder, results, logs, samples, loss_weight, metrics, self.plan.logs
+                recorder, results, logs, samples, totals.loss_weight, metrics, self.plan.logs
             )
             totals = totals._replace(logs=of_logs, moments=moments)
         if self.part is ALL_UPDATES:
