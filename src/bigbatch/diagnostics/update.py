@@ -13,7 +13,7 @@ from bigbatch.backends.keras import backend_of
 from bigbatch.diagnostics.verification import Cost, Difference
 from bigbatch.engine.trial import memory_of, unchanged
 
-_NEGLIGIBLE = 1e-3
+_NEGLIGIBLE = 1e-2
 """Gradients this small, relative to the largest, may be nothing but rounding."""
 
 _UPDATES = 3

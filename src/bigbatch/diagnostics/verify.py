@@ -177,6 +177,8 @@ class _Comparison:
         checked = replace(self._setting, check="warn")
         trainer, size = checked.trainer(self._model, lambda _: None), checked.microbatch_size
         assert isinstance(size, int)
+        trainer.planning.at(self._data, size)
+        trainer.planning.conclude()
         trainer.phases.prepare(self._data, SharedDimensions.SAME, size)
         causes, reason = trainer.self_check.causes(self._data, size)
         if reason:

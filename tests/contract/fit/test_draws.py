@@ -260,18 +260,21 @@ def test_draws_without_rows_are_not_the_same_in_every_micro_batch(name, mode):
 def test_a_function_that_draws_can_be_used_again(options, mode):
     """It is traced once, and must not keep anything of the micro-batch in which it was."""
 
+    class DrawsInTraining(Draws):
+        # Traced while Keras builds the model, plain Keras would never move the seed.
+        def call(self, x, training=False):
+            return super().call(x) if training else x
+
     @tf.function(autograph=False)
     def draw(x, seed):
         return keras.random.normal(tf.shape(x), seed=seed)
 
-    case = Case(stacked(lambda: Draws(draw))).compiled(**options)
-    # Its draws are not those of the full batch, and the check of the first batch says so.
-    with pytest.warns(bigbatch.NotEqualWarning, match="it draws random numbers"):
-        model, _ = case.accumulate(mode)
-    model.compile("sgd", "mse", **options)
-    with pytest.warns(bigbatch.NotEqualWarning, match="it draws random numbers"):
-        model.fit(DENSE_X, case.y, batch_size=BATCH, verbose=0)
-    assert np.isfinite(model.predict(DENSE_X, verbose=0)).all()
+    case = Case(stacked(lambda: DrawsInTraining(draw))).compiled(**options)
+    found = case.accumulate(mode)
+    check_same(found, case.train(), TOLERANCE["float32"])
+    found.model.compile("sgd", "mse", **options)
+    found.model.fit(DENSE_X, case.y, batch_size=BATCH, verbose=0)
+    assert np.isfinite(found.model.predict(DENSE_X, verbose=0)).all()
 
 
 def test_a_metric_that_the_model_does_not_list(mode):
@@ -375,10 +378,11 @@ def test_a_coupled_loss_draws_the_same(mode, float64):
 def test_a_smaller_micro_batch_in_mid_epoch_changes_nothing(float64):
     """As after an out-of-memory error: the size of the micro-batch is not in the result."""
     results = []
-    for sizes in ((21, 21), (8, 5), (5, 2)):
+    for sizes in ((None, None), (8, 5), (5, 2)):
         model = CASES["dropout"].build()
         for size in sizes:
-            bigbatch.accumulate(model, microbatch_size=size)
+            if size is not None:
+                bigbatch.accumulate(model, microbatch_size=size)
             model.fit(DENSE_X[:42], CASES["dropout"].y[:42], batch_size=BATCH, verbose=0)
         results.append(model.get_weights())
     for found in results[1:]:
