@@ -61,6 +61,11 @@ class Defaults:
         del model
         return read
 
+    def effects_of(self, graph: Any) -> set[str]:
+        """Return what a traced function does that cannot be undone."""
+        del graph
+        return set()
+
     def draws_by_total(self, accumulation: Any) -> bool:
         """Say whether random numbers of micro-batches depend on the samples of the batch."""
         del accumulation

@@ -84,6 +84,8 @@ class PhaseState:
         self._types: Any = None
         self.two_passes_fit_any_size = True
         """Whether two passes take any number of samples, known when they have been traced."""
+        self.effects_of_two_passes: set[str] = set()
+        """What they do that cannot be undone; known likewise."""
         self._needed_counts = False
         self.needs_counts = False
         """Whether all micro-batches are counted before one can run; known when prepared."""

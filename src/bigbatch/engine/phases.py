@@ -147,14 +147,19 @@ class Phases(PhaseState):
         """Trace two passes for batches of any number of samples, or if need be of the known."""
         if self._backend.runs_in_python(self._model):
             return
-        functions = self._backend.data
-        any_count, size = functions.types_of_any_count(types), functions.INTEGER
-        try:
-            self.run_two_passes.get_concrete_function(any_count, size)
-        except Exception:  # which training raises, too, unless the number is known
-            self.two_passes_fit_any_size = False
-            if functions.has_known_count(types):
-                self.run_two_passes.get_concrete_function(types, size)
+        backend, functions = self._backend, self._backend.data
+        trace, size = self.run_two_passes.get_concrete_function, functions.INTEGER
+        graph = None
+        if self.two_passes_fit_any_size:
+            try:
+                graph = trace(functions.types_of_any_count(types), size)
+            except Exception:  # which training raises, too, unless the number is known
+                self.two_passes_fit_any_size = False
+        if graph is None and functions.has_known_count(types):
+            graph = trace(types, size)
+        if graph is not None:
+            self.effects_of_two_passes = backend.effects_of(graph)
+            backend.build_optimizers(self._model, self.microbatch.captured)
 
     def train_by_two_passes(self, data: Any, size: Any) -> dict[str, Any]:
         """Make one update from a batch, with a loss that is computed on all of it."""

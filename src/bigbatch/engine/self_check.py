@@ -183,7 +183,8 @@ class SelfCheck:
         if has_sums:
             self._trace_again()
             causes, _ = self._tried(samples, count, is_split=is_split)
-        if causes and self._phases.draw_in_blocks(True):
+        is_one_pass = self._phases.full_batch_loss is None
+        if causes and is_one_pass and self._phases.draw_in_blocks(True):
             # Of real and fake samples that are concatenated the first rows are all real.
             self._trace_again()
             with contextlib.suppress(NotCheckedError):
@@ -262,6 +263,7 @@ class SelfCheck:
         if not self._has_any_size():
             return "the model has a fixed batch size"
         effects = {name for one in phases.passes for name in one.runs.effects()}
+        effects |= phases.effects_of_two_passes
         if effects:
             return f"train_step does what cannot be undone ({', '.join(sorted(effects))})"
         if not self._norm.can_be_switched():

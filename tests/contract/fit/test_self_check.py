@@ -293,6 +293,14 @@ def test_raise_changes_nothing(mode):
         np.testing.assert_array_equal(variable.numpy(), value)
 
 
+def test_two_passes_with_draws_name_a_memory_bank(mode):
+    def by_labels(y_true, y_pred):
+        return tf.reduce_sum(abs(y_true) * (y_true - y_pred) ** 2) / tf.reduce_sum(abs(y_true))
+
+    (message,) = fit(sequential(Bank(), layers.Dropout(0.5, seed=1)), mode, loss=by_labels)
+    assert "bank" in message
+
+
 def test_off_does_not_look():
     assert not fit(Contrastive(), check="off")
 

@@ -123,6 +123,90 @@ def test_a_step_that_calls_functions_of_tensorflow(how, monkeypatch):
         train(10, microbatch_size=3)
 
 
+class Loaded(keras.layers.Layer):
+    """Calls a function that was loaded: its Python code is not there."""
+
+    def __init__(self, path):
+        super().__init__()
+        module = tf.Module()
+        module.weight = tf.Variable(tf.ones([3, 2]))
+        module.call = tf.function(lambda x, training=False: x @ module.weight)
+        module.call.get_concrete_function(tf.TensorSpec([None, 3]))
+        tf.saved_model.save(module, path)
+        self.module = tf.saved_model.load(path)
+
+    def call(self, x):
+        return self.module.call(x)
+
+
+class Declares(keras.Model):
+    """Its loss is a function that declares the types of its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.dropout = keras.layers.Dense(2), keras.layers.Dropout(0.3, seed=1)
+
+    def call(self, x, training=False):
+        return self.dense(self.dropout(x, training=training))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([])])
+    def loss_of(self, error, power):
+        return tf.reduce_mean(error**2) * tf.sqrt(power)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y - self(x, training=True), power=4)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Compiled(keras.Model):
+    """XLA compiles its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.dense = keras.layers.BatchNormalization(), keras.layers.Dense(2)
+        self(X[:1])
+
+    @tf.function(jit_compile=True)
+    def call(self, x, training=False):
+        return self.dense(self.norm(x, training=training))
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="draws of the full batch are for Keras 3")
+@only_on_tensorflow
+def test_functions_of_tensorflow_of_other_kinds(tmp_path):
+    """Loaded, with declared arguments, of TensorFlow itself in eager mode, compiled by XLA."""
+    counts = lambda: [keras.metrics.AUC(multi_label=True, num_labels=2)]  # noqa: E731
+    dense = lambda: keras.layers.Dense(2, "sigmoid")  # noqa: E731
+    kinds = {
+        "loaded": (lambda: keras.Sequential([Loaded(str(tmp_path)), dense()]), {}),
+        "declared": (Declares, {}),
+        "eager": (
+            lambda: keras.Sequential([dense()]),
+            {"run_eagerly": True, "metrics": counts},
+        ),
+        "compiled": (Compiled, {"jit_compile": False}),
+    }
+    for name, (make, options) in kinds.items():
+
+        def train(make=make, options=options, **setting):
+            keras.utils.set_random_seed(0)
+            model = make()
+            made = {key: one() if callable(one) else one for key, one in options.items()}
+            model.compile("sgd", "mse", **made)
+            if setting:
+                bigbatch.accumulate(model, **setting)
+            model.fit(X, (Y > 0).astype("float32"), batch_size=10, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        exact = {"batch_norm": "exact", "check": "off"} if name == "compiled" else {}
+        found = train(microbatch_size=3, **exact)
+        assert largest_difference(found, train()) <= TOLERANCE["float32"], name
+
+
 class FixedSize(keras.layers.Layer):
     """Has to know how many samples there are when it is traced."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from contextlib import AbstractContextManager as Block
 from typing import Any, Callable, Iterable, Iterator
@@ -28,11 +29,13 @@ try:
     from tensorflow.python.autograph.core import ag_ctx
     from tensorflow.python.eager.polymorphic_function import (
         autograph_util,
+        function_type_utils,
         polymorphic_function,
     )
 except ImportError:  # before TensorFlow 2.13
     ag_ctx: Any = None
     autograph_util: Any = None
+    function_type_utils: Any = None
     polymorphic_function: Any = None
 
 
@@ -263,17 +266,32 @@ _inlining = threading.local()
 
 
 @contextlib.contextmanager
+def unoptimised() -> Iterator[None]:
+    """Return a block in which graphs that this thread calls run as they were built."""
+    running: Any = context.context()
+    before = running.function_call_options
+    config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    running.function_call_options = type(before)(before.executor_type, config)
+    try:
+        yield
+    finally:
+        running.function_call_options = before
+
+
+@contextlib.contextmanager
 def inlined_functions(*, compiled: bool = False) -> Iterator[None]:
     """Return a block in which this thread calls the Python code of each `tf.function`.
 
     So it becomes part of the graph that is being traced, if there is one. What XLA compiles
-    by itself is called as it is, as other numbers are drawn there, unless `compiled`.
+    by itself is called as it is, as other numbers are drawn there, unless `compiled`; so are
+    functions of frameworks, and those that were loaded without their Python code.
     """
     if polymorphic_function is None:
         yield
         return
     before = getattr(_inlining, "block", None)
-    _inlining.block = {"compiled": compiled}
+    _inlining.block = {"compiled": compiled or bool(before and before["compiled"])}
     calls = [(polymorphic_function.Function, "__call__", _call_inlined)]
     try:
         with _functions_inlined.of(calls):
@@ -284,17 +302,31 @@ def inlined_functions(*, compiled: bool = False) -> Iterator[None]:
 
 def _call_inlined(function: Any, *args: Any, **kwargs: Any) -> Any:
     block = getattr(_inlining, "block", None)
-    is_apart = block and function._jit_compile and not block["compiled"] and not under_xla()
-    if block is None or is_apart:
+    if block is None or _stays_apart(function, **block):
         return _call_function(function, *args, **kwargs)
-    declared = [getattr(spec, "dtype", None) for spec in function.input_signature or ()]
-    arguments = list(args)
-    for position, (value, dtype) in enumerate(zip(args, declared)):
-        if dtype is not None and not tf.is_tensor(value):
-            arguments[position] = tf.convert_to_tensor(value, dtype)
-    python = function._python_function
+    if hasattr(function, "_function_type"):  # TensorFlow 2.13 knows it by another name
+        bound = function_type_utils.canonicalize_function_inputs(
+            args, kwargs, function._function_type, function._default_values, function._is_pure
+        )
+        args, kwargs = bound.args, bound.kwargs
+    python, status = function._python_function, ag_ctx.Status.DISABLED
     if function._autograph:
-        python = autograph_util.py_func_from_autograph(python)
-    status = ag_ctx.Status.ENABLED if function._autograph else ag_ctx.Status.DISABLED
+        options = function._experimental_autograph_options
+        python = autograph_util.py_func_from_autograph(python, options)
+        status = ag_ctx.Status.ENABLED
     with ag_ctx.ControlStatusCtx(status):
-        return python(*arguments, **kwargs)
+        return python(*args, **kwargs)
+
+
+def _stays_apart(function: Any, *, compiled: bool) -> bool:
+    """Say whether a `tf.function` is called as it is.
+
+    Frameworks choose a kernel by attributes of a call, or need a graph of their own.
+    """
+    if function._jit_compile and not compiled and not under_xla():
+        return True
+    python = inspect.unwrap(function._python_function)
+    module = python.__module__ if inspect.isfunction(python) else ""
+    is_of_framework = module.split(".")[0] in ("tensorflow", "keras", "tf_keras")
+    is_loaded = type(function) is not polymorphic_function.Function
+    return is_of_framework or is_loaded or bool(getattr(function, "_attributes", None))

@@ -23,7 +23,8 @@ from bigbatch.backends.tensorflow import (
     rollback,
 )
 from bigbatch.backends.tensorflow.accumulation import Accumulation
-from bigbatch.backends.tensorflow.compat import outside_strategy_scope
+from bigbatch.backends.tensorflow.compat import outside_strategy_scope, unoptimised
+from bigbatch.backends.tensorflow.dependence import effects_in
 from bigbatch.backends.tensorflow.keras3_optimizers import adds_up_rows
 from bigbatch.backends.tensorflow.memory import Memory
 from bigbatch.backends.tensorflow.optimizers import adapted
@@ -41,8 +42,6 @@ from bigbatch.core.sparse_gradients import SparseGradients
 
 _SWITCHES: Any = weakref.WeakKeyDictionary()
 """The switch of each model: a `tf.function` of the user's may keep it for good."""
-
-_NOTHING_OPTIMISED = "disable_meta_optimizer"
 
 
 class TensorFlowBackend(Backend):
@@ -187,6 +186,9 @@ class TensorFlowBackend(Backend):
     def remarks(self, accumulation: Accumulation) -> list[str]:
         return accumulation.remarks()
 
+    def effects_of(self, graph: Any) -> set[str]:
+        return effects_in(graph.graph)
+
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
         several = self.replicas(model) > 1
         return lambda nest, size: TwoPasses(
@@ -322,10 +324,5 @@ class _AsItIs:
         return getattr(self._function, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        options = tf.config.optimizer
-        before = options.get_experimental_options().get(_NOTHING_OPTIMISED, False)
-        options.set_experimental_options({_NOTHING_OPTIMISED: True})
-        try:
+        with unoptimised():
             return self._function(*args, **kwargs)
-        finally:
-            options.set_experimental_options({_NOTHING_OPTIMISED: before})
