@@ -67,6 +67,28 @@ def test_unseeded_dropout_draws_what_the_full_batch_draws(mode):
     check_same(case.accumulate(mode), case.train(), TOLERANCE)
 
 
+class Noise(layers.Layer):
+    """Draws without a seed, as functions of `keras.random` allow."""
+
+    def call(self, x):
+        return x + 0.1 * keras.random.normal(keras.ops.shape(x))
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_draws_without_a_seed_are_those_of_the_full_batch(mode, is_made):
+    """Keras makes a generator of seeds for them; trying samples does not advance it."""
+
+    def make():
+        model = model_with(Noise)()
+        keras.backend.clear_session()
+        if is_made:
+            keras.random.normal(())
+        return model
+
+    case = Case(make)
+    check_same(case.accumulate(mode), case.train(), TOLERANCE)
+
+
 def test_unseeded_dropout_without_passing_over_differs(mode):
     case = Case(model_with(lambda: layers.Dropout(0.3)))
     with mock.patch.object(draws.Draws, "_pass_over"), pytest.raises(AssertionError):

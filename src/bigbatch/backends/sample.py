@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from contextlib import AbstractContextManager as Block
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -241,14 +241,24 @@ class Sample:
 
 
 def keys_of_rows(leaves: Iterable[Any], count: int) -> list[bytes]:
-    """Return for each row of a batch what tells it apart, given arrays with a row for each."""
+    """Return for each row of a batch what tells its kind, given arrays with a row for each.
+
+    Labels tell kinds; targets and weights that are different in all rows do not. So an array
+    counts only if rows of one kind are left.
+    """
     keys = [b""] * count
+    for column in sorted(_columns(leaves, count), key=lambda parts: len(set(parts))):
+        joined = [key + part for key, part in zip(keys, column)]
+        if len(set(joined)) < count or len(set(keys)) == 1:
+            keys = joined
+    return keys
+
+
+def _columns(leaves: Iterable[Any], count: int) -> Iterator[list[bytes]]:
+    """Return for each array the bytes of its rows."""
     for leaf in leaves:
         rows = np.ascontiguousarray(leaf)
         if rows.ndim and len(rows) == count:
             is_text = rows.dtype.hasobject  # whose bytes are addresses
-            parts = map(repr, rows.tolist()) if is_text else (row.tobytes() for row in rows)
-            keys = [
-                key + (part.encode() if is_text else part) for key, part in zip(keys, parts)
-            ]
-    return keys
+            texts = rows.tolist() if is_text else ()
+            yield [repr(text).encode() for text in texts] or [row.tobytes() for row in rows]

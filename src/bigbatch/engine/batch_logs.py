@@ -91,8 +91,9 @@ class BatchLogs:
         ops, backend = self._backend.ops, self._backend
         self._tracked = [(one.metric, one.by_samples, one.of_loss) for one in recorder.numbers]
         leaves, names = ops.flatten(logs), ops.flatten(self._names(logs))
-        # Of a variable Keras logs what it holds when the batch is done.
-        self._variables = [leaf if hasattr(leaf, "assign") else None for leaf in leaves]
+        # Of a variable Keras logs what it holds when the batch is done. A slice of one, which
+        # TensorFlow lets assign, too, is a value.
+        self._variables = [leaf if hasattr(leaf, "assign_add") else None for leaf in leaves]
         known: dict[str, MetricResult] = {}
         if not all(map(ops.is_tensor, leaves)):  # numbers of Python, with names alone
             left_alone = recorder.left_alone(self._model)

@@ -131,7 +131,8 @@ class Capturing:
                 received="a train_step that hands no gradients to an optimizer of the "
                 f"model ({names})",
                 expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
-                fix="use optimizers that are attributes of the model or its layers",
+                fix="use optimizers of Keras that are attributes of the model or its layers; "
+                "updates by hand, or by torch.optim, cannot be accumulated",
             )
         )
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import bigbatch
 from bigbatch.backends.keras import backend_of
+from bigbatch.backends.sample import keys_of_rows
 from bigbatch.engine import loss_trial, planning
 from bigbatch.engine.loss_plan import Kind
 from comparison import check_same
@@ -349,3 +350,10 @@ def test_the_tests_here_catch(mistake, name, mode, monkeypatch, float64):
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match="weights: "):
         check_same(one.accumulate(mode, {"check": "off"}), one.train(), tolerance)
+
+
+def test_labels_tell_kinds_also_beside_weights_that_all_differ():
+    """Or a loss that divides by the samples of a class may look like a mean."""
+    labels, weights, ones = np.array([0, 1, 0, 1, 2]), np.arange(5.0), np.ones(5)
+    assert len(set(keys_of_rows([weights, labels], 5))) == 3
+    assert len(set(keys_of_rows([weights, ones], 5))) == 5

@@ -10,8 +10,8 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.torch import data as batches
-from bigbatch.backends.torch.compat import seed_generators_of
-from bigbatch.backends.torch.draws import Drawn, Draws, differs, passes_over
+from bigbatch.backends.torch.compat import make_global_seeds, seed_generators_of
+from bigbatch.backends.torch.draws import Drawn, Draws, differs, has_global_seed, passes_over
 from bigbatch.backends.torch.ops import ones
 from bigbatch.backends.torch.rollback import Copies
 from bigbatch.backends.torch.step_trial import kept_by
@@ -68,6 +68,8 @@ class SameForAll:
         # What Python chooses may draw something else in the next batch.
         self._draws.places = None if told.choices.of_batch else told.places
         self._draws.shared = {(one.kind, one.shape) for one in told.shared}
+        if any(has_global_seed(one) for one in (*told.drawn, *told.shared)):
+            make_global_seeds()  # before a batch, so that micro-batches go back to its state
 
     def with_other_draws(self) -> list[str]:
         """Name what may draw other numbers than the full batch, by layers."""

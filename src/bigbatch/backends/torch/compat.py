@@ -50,10 +50,27 @@ def follows_torch(noise_shape: Any, seed: Any) -> bool:
 
 def global_seed_state() -> list[Any]:
     """Return the state of the generator of seeds of Keras, if there is one by now."""
-    state = importlib.import_module("keras.src.backend.common.global_state")
-    generators = importlib.import_module("keras.src.random.seed_generator")
+    state, generators = _global_seeds()
     generator = state.get_global_attribute(generators.GLOBAL_SEED_GENERATOR)
     return [] if generator is None else [generator.state.value]
+
+
+def make_global_seeds() -> None:
+    """Make the generator of seeds of Keras, as the first draw without a seed does."""
+    _global_seeds()[1].global_seed_generator()
+
+
+def forget_global_seeds() -> None:
+    """Let there be no generator of seeds of Keras, as before the first draw without a seed."""
+    state, generators = _global_seeds()
+    state.set_global_attribute(generators.GLOBAL_SEED_GENERATOR, None)
+
+
+def _global_seeds() -> tuple[Any, Any]:
+    module = importlib.import_module
+    return module("keras.src.backend.common.global_state"), module(
+        "keras.src.random.seed_generator"
+    )
 
 
 def schema_of(operation: Any) -> Any:

@@ -351,6 +351,11 @@ def passes_over(draw: Drawn) -> bool:
     return draw.kind in ("normal", UNSEEDED)
 
 
+def has_global_seed(draw: Drawn) -> bool:
+    """Say whether a draw takes its seed from the generator of Keras for draws without one."""
+    return draw.seed is None and draw.kind != UNSEEDED
+
+
 def differs(draw: Drawn, *, on_cpu: bool) -> bool:
     """Say whether micro-batches may not have the rows of a draw of the full batch.
 

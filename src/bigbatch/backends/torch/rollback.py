@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterable, Iterator
 
 import torch
 
+from bigbatch.backends.torch.compat import forget_global_seeds, global_seed_state
 from bigbatch.core.python_random import python_states, set_python_states
 from bigbatch.errors import ContextError, explain
 
@@ -32,6 +33,7 @@ class Copies:
         self.of = {id(one): (one, copy(one.detach())) for one in tensors}
         """Tensors and the values they had, by the `id` of the tensor."""
         self._random = generator_states(), python_states()
+        self._seeds = [(one, one.clone()) for one in global_seed_state()]
 
     def put_back(self, but: Iterable[int] = ()) -> None:
         """Give everything the value it had, but for tensors with these `id`s."""
@@ -39,6 +41,10 @@ class Copies:
             for key, (tensor, value) in self.of.items():
                 if key not in but:
                     tensor.copy_(value)
+            for tensor, value in self._seeds:
+                tensor.copy_(value)
+        if not self._seeds:
+            forget_global_seeds()
         set_generator_states(self._random[0])
         set_python_states(self._random[1])
 
