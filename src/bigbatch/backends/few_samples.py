@@ -16,6 +16,9 @@ from bigbatch.core.trial_rows import rows_that_differ
 _CANDIDATES = 32
 """Of how many samples, spread over the batch, a few are chosen."""
 
+_CLASSES = 1024
+"""How many numbers a row has at most to be looked at as a label."""
+
 
 def different_rows(
     count: int,
@@ -27,12 +30,15 @@ def different_rows(
 
     Args:
         count: how many are wanted.
-        labels: the tensors that have one number for each sample of the batch, as arrays.
+        labels: the tensors that may be labels of the samples of the batch, as arrays.
         total: how many samples the batch has.
         arrays_of: returns the tensors of a batch for some rows, as arrays of numbers.
     """
-    keys = keys_of_rows(labels, total)
-    if 1 < len(set(keys)) < total:  # classes
+    keys = [b""] * total
+    for label in labels:
+        with_it = [*map(bytes.__add__, keys, keys_of_rows([label], total))]
+        keys = with_it if len(set(with_it)) < total else keys  # no classes: all differ
+    if len(set(keys)) > 1:
         return rows_that_differ(keys, count)
     rows = np.unique(np.linspace(0, total - 1, min(total, _CANDIDATES)).astype(int)).tolist()
     features = _features(arrays_of(rows), len(rows))
@@ -48,9 +54,10 @@ def different_rows(
 
 
 def is_label(leaf: Any) -> bool:
-    """Say whether a tensor has one number for each sample."""
+    """Say whether a tensor may be labels: one number for each sample, or one of each class."""
     shape = getattr(leaf, "shape", ())
-    return len(shape) > 0 and all(length == 1 for length in shape[1:])
+    is_one_hot = len(shape) == 2 and shape[1] <= _CLASSES
+    return is_one_hot or (len(shape) > 0 and all(length == 1 for length in shape[1:]))
 
 
 def _features(arrays: Iterable[np.ndarray], count: int) -> np.ndarray:

@@ -278,14 +278,15 @@ class Keras3(KerasBackend):
     def capturing(
         self,
         optimizer: Any,
-        apply: Callable[[list[Any], list[Any]], None],
+        apply: Callable[..., None],
         weigh: Callable[[Any], Any],
     ) -> contextlib.AbstractContextManager[None]:
         """Return a block in which an optimizer calls functions and changes nothing.
 
         Args:
             optimizer: an optimizer.
-            apply: called with the gradients, and the variables they are of.
+            apply: called with the gradients, the variables they are of, and whether it is
+                `apply_gradients` that was given them.
             weigh: called with the loss, before it is differentiated; returns it.
         """
         scale_loss = optimizer.scale_loss
@@ -294,10 +295,18 @@ class Keras3(KerasBackend):
             if trainable_variables is None:
                 inner = getattr(optimizer, "inner_optimizer", optimizer)
                 trainable_variables = inner._trainable_variables
-            apply(list(grads), list(trainable_variables))
+            apply(list(grads), list(trainable_variables), False)
+
+        def capture_pairs(grads_and_vars: Any, *_: Any, **__: Any) -> Any:
+            pairs = list(grads_and_vars)
+            apply([gradient for gradient, _ in pairs], [one for _, one in pairs], True)
+            return optimizer.iterations
 
         return replaced(
-            optimizer, apply=capture, scale_loss=lambda loss: scale_loss(weigh(loss))
+            optimizer,
+            apply=capture,
+            apply_gradients=capture_pairs,
+            scale_loss=lambda loss: scale_loss(weigh(loss)),
         )
 
     def scale_loss(self, optimizer: Any, loss: Any) -> Any:

@@ -24,6 +24,8 @@ class CapturedGradients:
     """Whether the weight of the micro-batch is in the gradients already."""
     place: int | None = None
     """Where the call stands in the graph that is being traced."""
+    is_in_pairs: bool = True
+    """Whether `apply_gradients` was called, not `apply`: an optimizer may have its own."""
 
 
 class _Capture:
@@ -41,14 +43,22 @@ class _Capture:
         self._is_done = False
         self.count = 0
 
-    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any]) -> None:
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any],
+        is_in_pairs: bool = True,
+    ) -> None:
         if self._is_done:
             return
         if self._backend.trace_now() is not self._here:
             raise _without_number(self._backend.name_of(optimizer))
         is_weighted, place = id(optimizer) in self._weighted, self._backend.place_in_trace()
         number, self.count = self.count, self.count + 1
-        one = CapturedGradients(optimizer, number, variables, gradients, is_weighted, place)
+        one = CapturedGradients(
+            optimizer, number, variables, gradients, is_weighted, place, is_in_pairs
+        )
         self._is_done = bool(self._take(one))
 
     def weigh(self, optimizer: Any, loss: Any) -> Any:
@@ -109,8 +119,8 @@ class Capturing:
             backend = backend_of(self._model)
             for optimizer in optimizers:
 
-                def apply(gradients: Any, variables: Any, one: Any = optimizer) -> None:
-                    self._local.capture.apply(one, gradients, variables)
+                def apply(*given: Any, one: Any = optimizer) -> None:
+                    self._local.capture.apply(one, *given)
 
                 def weigh(loss: Any, one: Any = optimizer) -> Any:
                     return self._local.capture.weigh(one, loss)

@@ -181,7 +181,9 @@ class FullBatchLoss:
             stack.enter_context(self._capturing.gradients(scale, captured.append))
             logs = model.train_step(backend.packed(x, y, sample_weight))
         (in_loss,), (loss,) = captured, of
-        self._microbatch.captured = [CapturedGradients(in_loss.optimizer)]
+        self._microbatch.captured = [
+            CapturedGradients(in_loss.optimizer, is_in_pairs=in_loss.is_in_pairs)
+        ]
         self._microbatch.captured[0].variables = in_loss.variables
         one = backend.scale_loss(in_loss.optimizer, backend.ops.like(backend.ops.ones(), loss))
         if share.replicas > 1:

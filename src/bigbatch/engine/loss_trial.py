@@ -118,36 +118,48 @@ class LossTrial:
         of_parts = [self._values_of_terms(outputs, rows) for rows in self._parts]
         return [self._kind_of_term(*values) for values in zip(*of_parts)]
 
-    def _values_of_terms(self, outputs: Any, rows: Any) -> list[tuple[Any, Any]]:
-        """Return for each term the values of elements, if Keras reduces them, and its value."""
-        backend, noted = self._backend, []
-
-        def noting(loss: Any) -> Any:
-            def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-                elements = backend.elements(loss, y_true, y_pred)
-                value = backend.value_of(loss, y_true, y_pred, sample_weight, "")
-                values = None if elements is None else backend.ops.numpy(elements[0])
-                noted.append((values, backend.ops.numpy(value)))
-                return value
-
-            return call
-
-        with backend.watching_loss(self._model, noting, lambda *_: None):
-            backend.compute_compiled_loss(self._model, *self._labelled(outputs, rows))
+    def _values_of_terms(self, outputs: Any, rows: Any) -> list[Any]:
+        """Return what `_noting` notes of each term."""
+        noted: list[Any] = []
+        noting = functools.partial(self._noting, noted)
+        with self._backend.watching_loss(self._model, noting, lambda *_: None):
+            self._backend.compute_compiled_loss(self._model, *self._labelled(outputs, rows))
         return noted
+
+    def _noting(self, noted: list[Any], loss: Any) -> Any:
+        """Return a loss that notes its value, weights, and elements if Keras reduces them."""
+        backend = self._backend
+
+        def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            elements = backend.elements(loss, y_true, y_pred)
+            value = backend.value_of(loss, y_true, y_pred, sample_weight, "")
+            values = None if elements is None else backend.ops.numpy(elements[0])
+            weights = None if sample_weight is None else backend.ops.numpy(sample_weight)
+            noted.append((backend.ops.numpy(value), weights, values))
+            return value
+
+        return call
 
     def _labelled(self, outputs: Any, rows: Any) -> tuple[Any, Any, Any]:
         """Return targets, outputs and weights of some samples."""
         of = self._sample
         return of.rows(of.y, rows), of.rows(outputs, rows), of.rows(of.sample_weight, rows)
 
-    def _kind_of_term(self, *parts: tuple[Any, Any]) -> Kind:
-        elements = [values for values, _ in parts]
-        if all(values is not None and values.ndim for values in elements) and all(
-            len(values) == len(rows) for values, rows in zip(elements, self._parts)
-        ):
-            return Kind.KERAS if self._is_by_row(*elements) else Kind.WHOLE
-        return self._kind(*(value for _, value in parts))
+    def _kind_of_term(self, *parts: Any) -> Kind:
+        values, weights, elements = zip(*parts)
+        if not self._have_rows(elements):
+            return self._kind(*values)
+        if not self._is_by_row(*elements):
+            return Kind.WHOLE
+        # A custom `compute_loss` may have divided weights by what it counted.
+        is_weighted = self._have_rows(weights) and not self._is_by_row(*weights)
+        return self._kind(*values) if is_weighted else Kind.KERAS
+
+    def _have_rows(self, parts: Any) -> bool:
+        """Say whether arrays have a row for each sample of their part."""
+        return all(one is not None and one.ndim for one in parts) and all(
+            len(one) == len(rows) for one, rows in zip(parts, self._parts)
+        )
 
     def _compute_loss(self, plan: LossPlan, outputs: Any) -> Kind:
         """Return the kind of what a custom `compute_loss` adds to the compiled loss."""
@@ -156,17 +168,21 @@ class LossTrial:
         values = [
             self._value_of_compute_loss(plan, outputs, rows, rows) for rows in self._parts
         ]
-        totals, others = zip(*values)
+        totals, others, noted = zip(*values)
+        # It may change what it hands over to the compiled losses.
+        plan.terms = [self._kind_of_term(*parts) for parts in zip(*noted)] or plan.terms
         kind = self._kind(*others, scale=np.abs(totals).max())
         if kind is Kind.WHOLE:
-            _, other = self._value_of_compute_loss(plan, outputs, part, whole)
+            _, other, _ = self._value_of_compute_loss(plan, outputs, part, whole)
             self.reads_call = not _equal(others[1], other, np.abs(totals[1]))
         return kind
 
     def _value_of_compute_loss(
         self, plan: LossPlan, outputs: Any, rows: Any, called: Any
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, list[Any]]:
         """Return `compute_loss` of some samples, and that without compiled losses and weights.
+
+        The third is what `_noting` notes of compiled losses.
 
         Args:
             plan: the kinds of what layers add to the loss.
@@ -176,6 +192,7 @@ class LossTrial:
         """
         backend, model, sample = self._backend, self._model, self._sample
         compiled: list[Any] = []
+        noted: list[Any] = []
 
         def as_mean(layer: Any, position: int, loss: Any) -> Any:
             if plan.kind_of_added(id(layer), position) is not Kind.SUM:
@@ -186,11 +203,12 @@ class LossTrial:
             backend.call(model, sample.rows(sample.x, called), training=False)
         y, y_pred, sample_weight = self._labelled(outputs, rows)
         x = sample.rows(sample.x, rows)
-        with backend.watching_loss(model, _unchanged, lambda *_: None, compiled.append):
+        noting = functools.partial(self._noting, noted)
+        with backend.watching_loss(model, noting, lambda *_: None, compiled.append):
             value = backend.compute_loss(model, x, y, y_pred, sample_weight)
         total = np.sum(backend.ops.numpy(value))
         others = [*compiled, *backend.regularisers_of(model)]
-        return total, total - sum(np.sum(backend.ops.numpy(one)) for one in others)
+        return total, total - sum(np.sum(backend.ops.numpy(one)) for one in others), noted
 
     def _metrics(self, outputs: Any) -> dict[int, Kind]:
         """Return the kinds of the compiled metrics that do not add up sample by sample."""
@@ -263,10 +281,6 @@ class LossTrial:
         if _equal(whole, share * first + (1 - share) * second, scale):
             return Kind.MEAN
         return Kind.SUM if _equal(whole, first + second, scale) else Kind.WHOLE
-
-
-def _unchanged(loss: Any) -> Any:
-    return loss
 
 
 def _equal(one: Any, other: Any, scale: float = 0.0) -> bool:

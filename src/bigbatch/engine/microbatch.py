@@ -338,6 +338,8 @@ class MicroBatch:
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.
         # Neither must metrics of layers.
         with contextlib.ExitStack() as stack:
+            if not needs_call:  # in inference it may return something else, or nothing
+                stack.enter_context(contextlib.suppress(Exception))
             stack.enter_context(backend.without_effects(model))
             for metric in model.metrics:
                 stack.enter_context(replaced(metric, update_state=lambda *_, **__: None))

@@ -199,6 +199,32 @@ def test_windows_of_images_with_and_without_labels():
     check_same(train(3, accumulation_steps=3), train(1), TOLERANCE["float64"])
 
 
+class MoreUnlabeled(SemiSupervised):
+    """Consistency training: what comes last are the images without labels."""
+
+    def train_step(self, data):
+        labeled, unlabeled = data
+        return super().train_step((unlabeled, labeled))
+
+
+@pytest.mark.usefixtures("float64")
+def test_windows_with_more_images_without_labels():
+    unlabeled, labeled = rng.normal(size=(24, 5)), rng.normal(size=(12, 5))
+    labels = rng.integers(0, 2, 12)
+
+    def train(parts, **setting):
+        keras.utils.set_random_seed(3)
+        model = compiled(MoreUnlabeled())
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        of = tf.data.Dataset.from_tensor_slices
+        without = of(unlabeled).batch(24 // parts)
+        data = tf.data.Dataset.zip((of((labeled, labels)).batch(12 // parts), without))
+        return Fitted(model, model.fit(data, epochs=2, shuffle=False, verbose=0).history)
+
+    check_same(train(3, accumulation_steps=3), train(1), TOLERANCE["float64"])
+
+
 # Sparse and ragged tensors, words, inputs that are left out.
 
 

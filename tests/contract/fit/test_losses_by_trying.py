@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -139,6 +141,26 @@ class DividesByLabels(ComputesLoss):
         return balanced(y, y_pred) + tf.add_n(self.losses)
 
 
+class WeighsByWhatItCounts(ComputesLoss):
+    """As object detectors do: boxes count for their share of all boxes of the batch."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        labels, others = y
+        weights = tf.squeeze(labels / tf.reduce_sum(labels), -1)
+        return super().compute_loss(x, labels - others, y_pred, weights)
+
+
+class ChangesTargets(ComputesLoss):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, tf.add_n(y), y_pred, sample_weight)
+
+
+class OfUnknownLength(ComputesLoss):
+    def call(self, inputs):
+        outputs = tf.sigmoid(super().call(inputs))
+        return tf.reshape(tf.repeat(outputs, 3, 0), [tf.shape(inputs)[0], -1])
+
+
 class ComparesWhatCallStored(ComputesLoss):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return tf.reduce_mean(tf.square(y - y_pred)) + tf.math.reduce_std(self.stored)
@@ -198,9 +220,11 @@ CASES = {
     "compute_loss adds a sum": case(AddsSumToCompiled, "mse"),
     "compute_loss reads what call stored": case(ReadsWhatCallStored),
     "compute_loss divides by labels": case(DividesByLabels),
+    "outputs of unknown length": case(OfUnknownLength, balanced),
 }
 IN_CI = ["divides by labels", "masked by labels", "sum", "adds one per sample", "metrics"]
 IN_CI += ["two outputs", "compute_loss sums", "compute_loss divides by labels"]
+IN_CI += ["outputs of unknown length"]
 
 
 @pytest.mark.parametrize("name", mostly_matrix(CASES, IN_CI))
@@ -208,6 +232,14 @@ def test_in_float64(name, mode, float64):
     if name == "adds one per sample" and not IS_KERAS_3:
         pytest.skip("plain Keras 2 cannot add such a loss to that of a regulariser")
     check_same(CASES[name].accumulate(mode), CASES[name].train(), TOLERANCE["float64"])
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="the reduction is of Keras 3")
+@pytest.mark.parametrize("kind", [WeighsByWhatItCounts, ChangesTargets])
+def test_compute_loss_hands_over_other_targets(kind, mode, float64):
+    one = case(kind, y=[LABELS, LABELS[::-1]])
+    one = replace(one, loss=lambda: keras.losses.MeanSquaredError(reduction="sum"))
+    check_same(one.accumulate(mode), one.train(), TOLERANCE["float64"])
 
 
 def of_positives(y_true, y_pred):

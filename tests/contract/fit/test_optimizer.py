@@ -20,7 +20,16 @@ def constrained():
     return keras.Sequential([keras.Input((5,)), hidden, keras.layers.Dense(3)])
 
 
+class Halves(keras.optimizers.SGD):
+    """Changes gradients where many examples do."""
+
+    def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        halves = [(0.5 * gradient, variable) for gradient, variable in grads_and_vars]
+        return super().apply_gradients(halves, *args, **kwargs)
+
+
 OPTIMIZERS = {
+    "apply_gradients of its own": lambda: Halves(0.1),
     "schedule": lambda: keras.optimizers.SGD(
         keras.optimizers.schedules.PiecewiseConstantDecay([1, 3], [0.1, 0.01, 0.2])
     ),

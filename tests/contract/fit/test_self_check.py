@@ -89,6 +89,17 @@ class TwoUpdates(Contrastive):
         return super().train_step(data)
 
 
+class TwoUpdatesWithDropout(TwoUpdates):
+    """Draws that follow the first update are not to blame."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = layers.Dropout(0.5, seed=1)
+
+    def call(self, x):
+        return self.out(self.dropout(self.hidden(x), training=True))
+
+
 class Perturbed(Step):
     """Sharpness-aware: the gradient is that of weights moved along another gradient."""
 
@@ -178,6 +189,10 @@ def log_sum(_, similarities):
 PLANTED = {
     "contrastive": (Contrastive, "train_step of Contrastive: its loss compares samples"),
     "two updates": (TwoUpdates, "train_step of TwoUpdates: its loss compares samples"),
+    "two updates, dropout": (
+        TwoUpdatesWithDropout,
+        "train_step of .*: its loss compares samples",
+    ),
     "perturbed": (Perturbed, "train_step of Perturbed: it assigns weights of the layer"),
     "clipped by hand": (Clipped, "train_step of Clipped: .*clipvalue="),
     "logged": (LogsLargest, "logged value 'largest'"),
@@ -214,6 +229,22 @@ def test_few_labels_are_positive():
     bigbatch.accumulate(model, microbatch_size=100)
     with pytest.warns(bigbatch.NotEqualWarning, match="OfPositives: its loss compares samples"):
         model.fit(x, y, batch_size=400, verbose=0)
+
+
+class Centers(Step):
+    """Compares samples with the center of their class."""
+
+    def loss_of(self, y, z):
+        same = tf.matmul(y, y, transpose_b=True)
+        centers = tf.matmul(same, z) / tf.reduce_sum(same, 1, keepdims=True)
+        return tf.reduce_mean(tf.square(z)) + tf.reduce_mean(tf.square(z - centers))
+
+
+def test_classes_that_are_one_hot():
+    """Two samples of a class are tried, one in each part, however far others are apart."""
+    labels = np.arange(42) % 7
+    x, y = X + 10 * labels[:, None], np.eye(7, dtype="float32")[labels]
+    assert "compares samples" in fit(Centers(), x=x, y=y)[0]
 
 
 def test_outputs_that_are_no_rows():

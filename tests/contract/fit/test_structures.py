@@ -255,6 +255,38 @@ def test_a_model_that_must_know_the_number_of_samples(coupled):
     assert difference <= TOLERANCE["float32"]
 
 
+class Auxiliary(keras.Model):
+    """Has a second output, in training only."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = keras.layers.Dense(2), keras.layers.Dense(2)
+
+    def call(self, x, training=False):
+        return (self.one(x), self.other(x)) if training else self.one(x)
+
+
+@pytest.mark.skipif(not IS_KERAS_3, reason="Keras 2 builds losses when it computes them")
+@pytest.mark.parametrize(
+    ("setting", "size"),
+    [({"microbatch_size": 3}, 10), ({"accumulation_steps": 2}, 5)],
+    ids=["split", "window"],
+)
+@only_on_tensorflow
+def test_outputs_of_training_alone(setting, size):
+    def train(setting, size):
+        keras.utils.set_random_seed(0)
+        model = Auxiliary()
+        model.compile("sgd", ["mse", "mse"], loss_weights=[1, 0.4])
+        if setting:
+            bigbatch.accumulate(model, **setting)
+        model.fit(X, [Y, Y[::-1]], batch_size=size, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    difference = largest_difference(train(setting, size), train(None, 10))
+    assert difference <= TOLERANCE["float32"]
+
+
 @pytest.mark.parametrize("run_eagerly", [False, True], ids=["graph", "eager"])
 def test_arrays_in_train_on_batch(run_eagerly):
     def train(**setting):

@@ -88,7 +88,8 @@ class MicrobatchRows:
 
         `FIRST`, `ELSEWHERE` (in another dimension), or `None`: the draw is the same for all.
         """
-        place = next(self._told, None)
+        # Nothing is told of what follows the last update of a pass, and is not used.
+        place = next(self._told, FIRST if self.is_told else None)
         if self.dependence is not None:
             inside = self.dependence.inside_now()
             self.is_flat = self.is_flat and inside is self.dependence

@@ -79,7 +79,8 @@ def _different(data: Any, count: int) -> Any:
 
     leaves = [leaf for leaf in tf.nest.flatten(data) if isinstance(leaf, tf.Tensor)]
     labels = [leaf.numpy() for leaf in leaves if is_label(leaf)]
-    return rows_of(data, different_rows(count, labels, int(sample_count(data)), arrays_of))
+    total = min(int(sample_count(leaf)) for leaf in tf.nest.flatten(data) if leaf is not None)
+    return rows_of(data, different_rows(count, labels, total, arrays_of))
 
 
 def arrays(values: Any) -> Any:

@@ -76,7 +76,7 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
         if not is_custom:
             later = replaced(model, optimizer=None) if is_late else contextlib.nullcontext()
             try:
-                with later:
+                with later, _in_training(model):
                     model._symbolic_build(data_batch=data)
             except Exception:  # training itself says more, if it fails, too
                 return False
@@ -141,6 +141,19 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
             for optimizer in optimizers_of(model):
                 stack.enter_context(replaced(optimizer, apply=noting(optimizer)))
             yield noted
+
+
+def _in_training(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a block in which a model with a custom `call` returns what it does in training.
+
+    Keras builds a model with a call in inference, and its loss for what that returns, unless
+    training is what builds them, as it does in plain Keras.
+    """
+    call = model.call
+    if not model._call_has_training_arg or call.__module__.startswith("keras.src."):
+        return contextlib.nullcontext()
+    instead = lambda *args, **kwargs: call(*args, **{**kwargs, "training": True})  # noqa: E731
+    return replaced(model, call=instead)
 
 
 def _make_test_function(model: Any, force: bool = False) -> Any:

@@ -225,7 +225,10 @@ class TensorFlowBackend(Backend):
             gradients: list[list[Any]], made: Callable[[int], None] = lambda _: None
         ) -> None:
             for one, optimizer, mean in zip(captured, optimizers, gradients):
-                optimizer.apply(strategy, mean)
+                if one.is_in_pairs:
+                    optimizer.apply(strategy, mean)
+                else:
+                    one.optimizer.apply(mean, one.variables)
                 made(one.number)
 
         # Or an update counter would count one that then fails for want of its gradients.

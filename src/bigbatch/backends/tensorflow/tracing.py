@@ -135,16 +135,14 @@ class TracedMicrobatch:
     def nothing(self) -> list[Any]:
         """Return the results of no samples."""
         return [
-            tf.zeros([0, *spec.shape[1:]], spec.dtype)
-            if is_rows
-            else zeros(spec.shape, spec.dtype)
+            _no_rows(spec) if is_rows else zeros(spec.shape, spec.dtype)
             for spec, is_rows in zip(self.specs, self.is_rows)
         ]
 
     def combined(self, totals: list[Any], tail: list[Any]) -> list[Any]:
         """Return the results of two parts of the batch as one."""
         return [
-            tf.concat([so_far, part], 0) if is_rows else so_far + part
+            tf.concat([_shaped_like(part, so_far), part], 0) if is_rows else so_far + part
             for so_far, part, is_rows in zip(totals, tail, self.is_rows)
         ]
 
@@ -177,14 +175,31 @@ class TracedMicrobatch:
             lambda index, _: index < whole, body, (tf.constant(0), start), parallel_iterations=1
         )
         return [
-            _rows(total.concat(), whole, room) if is_rows else total
-            for total, is_rows in zip(totals, self.is_rows)
+            _rows(total, spec, whole, room) if is_rows else total
+            for total, spec, is_rows in zip(totals, self.specs, self.is_rows)
         ]
 
 
-def _rows(rows: Any, whole: Any, room: Any) -> Any:
+def _rows(array: Any, spec: tf.TensorSpec, whole: Any, room: Any) -> Any:
     """Return the rows of `whole` micro-batches, of those of `room` of them."""
-    return rows if room is whole else rows[: tf.shape(rows)[0] // room * whole]
+    if room is not whole:
+        rows = array.concat()
+        return rows[: tf.shape(rows)[0] // room * whole]
+    if spec.shape[1:].is_fully_defined():
+        return array.concat()
+    # Of no micro-batches TensorFlow does not know how long rows are.
+    return tf.cond(tf.convert_to_tensor(whole > 0), array.concat, lambda: _no_rows(spec))
+
+
+def _no_rows(spec: tf.TensorSpec) -> Any:
+    return tf.zeros([0, *(length or 0 for length in spec.shape[1:])], spec.dtype)
+
+
+def _shaped_like(other: Any, rows: Any) -> Any:
+    """Return rows that are as long as others, which they are if there are any."""
+    if rows.shape[1:].is_fully_defined():
+        return rows
+    return tf.reshape(rows, tf.concat([tf.shape(rows)[:1], tf.shape(other)[1:]], 0))
 
 
 def traced(

@@ -145,7 +145,10 @@ class TorchBackend(OneReplica, Backend):
             gradients: list[list[Any]], made: Callable[[int], None] = lambda _: None
         ) -> None:
             for one, mean in zip(captured, gradients):
-                one.optimizer.apply(mean, one.variables)
+                if one.is_in_pairs:
+                    one.optimizer.apply_gradients(zip(mean, one.variables))
+                else:
+                    one.optimizer.apply(mean, one.variables)
                 made(one.number)
 
         with torch.no_grad():
