@@ -49,6 +49,6 @@ def cross_microbatch_gather(x: Any) -> Any:
 def _implementation() -> Any:
     """Return the module that marks sums; `None` on backends where no batch runs in stages."""
     keras = importlib.import_module("keras")
-    if not hasattr(keras, "backend") or keras.backend.backend() == "tensorflow":
-        return importlib.import_module("bigbatch.backends.tensorflow.exact.markers")
-    return None
+    backend = keras.backend.backend() if hasattr(keras, "backend") else "tensorflow"
+    name = {"tensorflow": "tensorflow.exact.markers", "jax": "jax.exact.sums"}.get(backend)
+    return name and importlib.import_module(f"bigbatch.backends.{name}")

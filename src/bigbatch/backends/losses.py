@@ -168,7 +168,7 @@ class LossesAndOptimizers(abc.ABC):
         raise ArgumentError(
             explain(
                 received='batch_norm="exact" with this backend or version of Keras',
-                expected="Keras 3 on TensorFlow",
+                expected="Keras 3 on TensorFlow or JAX",
                 fix='use batch_norm="pooled", which pools the moving statistics',
             )
         )

@@ -323,7 +323,7 @@ class _Comparison:
                 Hazard(
                     _name(layer),
                     "it mixes samples, and a micro-batch has fewer of them than the batch",
-                    'Pass batch_norm="exact" (Keras 3 on TensorFlow), or use '
+                    'Pass batch_norm="exact" (Keras 3 on TensorFlow or JAX), or use '
                     "LayerNormalization or GroupNormalization."
                     if is_norm
                     else "Compute every sample by itself, or mix samples by "

@@ -67,9 +67,10 @@ def accumulate(
             of a micro-batch; its moving statistics are moved once per batch, by the statistics
             of the whole batch), "exact" or an `ExactBatchNorm` (it normalises with the
             statistics of the whole batch, gradients included, over all replicas: micro-batches
-            run in stages, which takes more time; Keras 3 on TensorFlow), "microbatch" (as Keras
-            has it) or "frozen" (inference mode). But for "exact", on several replicas a
-            micro-batch's statistics come from one replica, also with `synchronized=True`.
+            run in stages, which takes more time; Keras 3 on TensorFlow or JAX), "microbatch"
+            (as Keras has it) or "frozen" (inference mode). But for "exact", on several
+            replicas a micro-batch's statistics come from one replica, also with
+            `synchronized=True`.
         coupled: whether the loss is computed on the whole batch, as contrastive losses and
             losses that divide by labels must be. Then two passes are made over a batch: outputs
             first, the loss of the whole batch, and gradients in the second pass. That is exact

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Iterable
 
+from bigbatch.backends.jax.exact.sums import SUM
 from bigbatch.backends.jax.steps import number_of_mark
 from bigbatch.core.passes import NONE
 
@@ -36,7 +37,7 @@ def _tainted_outputs(jaxpr: Any, inputs: set[int]) -> set[int]:
     tainted = {id(jaxpr.invars[number]) for number in inputs}
     for equation in jaxpr.eqns:
         given = {n for n, one in enumerate(equation.invars) if id(one) in tainted}
-        if not given:
+        if not given or equation.primitive is SUM:
             continue
         inner = _inner(equation)
         reached = range(len(equation.outvars))

@@ -9,7 +9,9 @@ from typing import Any, Callable, Iterator
 
 import jax
 
+from bigbatch.backends.exact_refusals import refuse_exact
 from bigbatch.backends.jax.compat import leave_on_host
+from bigbatch.backends.jax.exact.moments import moments_of_batch
 from bigbatch.backends.jax.mechanics import JaxBackend
 from bigbatch.backends.jax.shards import current_shards
 from bigbatch.backends.jax.state import (
@@ -131,6 +133,26 @@ class Keras3OnJax(Keras3, JaxBackend):
         stack.enter_context(super().capturing(optimizer, apply, weigh))
         stack.enter_context(replaced(optimizer, stateless_apply=stateless_apply))
         return stack
+
+    def refuse_exact(self, model: Any, layers: list[Any]) -> None:
+        moments = self.keras.layers.BatchNormalization._moments
+        others = [layer for layer in layers if type(layer)._moments is not moments]
+        refuse_exact(model, layers, others)
+        if current_shards() is not None or not model.jit_compile:
+            raise ArgumentError(
+                explain(
+                    received='batch_norm="exact" and several devices, or jit_compile=False',
+                    expected="one device, and programs that JAX compiles",
+                    fix='leave that out, or use batch_norm="pooled"',
+                )
+            )
+
+    def statistics_of_batch(self, layer: Any) -> contextlib.AbstractContextManager[None]:
+        def moments(inputs: Any, mask: Any) -> tuple[Any, Any]:
+            epsilon = self.keras.config.epsilon()
+            return moments_of_batch(inputs, layer._reduction_axes, mask, epsilon)
+
+        return replaced(layer, _moments=moments)
 
     # What diagnostics ask for.
 

@@ -12,6 +12,7 @@ from bigbatch.backends.base import Backend
 from bigbatch.backends.jax import data, few_samples, ops, state, steps
 from bigbatch.backends.jax.accumulation import Accumulation
 from bigbatch.backends.jax.compat import weights_of
+from bigbatch.backends.jax.exact.accumulation import StagedAccumulation
 from bigbatch.backends.jax.memory import Memory, OutOfMemoryError, noticing
 from bigbatch.backends.jax.sample import JaxSample, sample_of
 from bigbatch.backends.jax.table import Table
@@ -66,7 +67,8 @@ class JaxBackend(OneReplica, Backend):
         made: Callable[[], list[Any]] = list,
     ) -> Accumulation:
         del kept
-        assert exact is None  # which `refuse_exact` has refused
+        if exact is not None:
+            return StagedAccumulation(exact, model, compute, before, made)
         return Accumulation(model, compute, before, made, is_eager=self.runs_eagerly(model))
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:

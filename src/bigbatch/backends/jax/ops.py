@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from keras import tree
 
+from bigbatch.backends.jax.exact.sums import weighted_gradients as weighted_gradients
+
 ceil = jnp.ceil
 flatten = tree.flatten
 map_structure = tree.map_structure

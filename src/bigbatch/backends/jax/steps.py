@@ -59,6 +59,11 @@ class Step:
         """Take the values that variables have now for those of an update."""
         self._expected.update(zip(map(id, variables), values_of(variables)))
 
+    def has_any(self, values: list[Any]) -> bool:
+        """Say whether any of these are values of variables that updates change."""
+        known = {id(one) for one in self._expected.values()}
+        return any(id(one) in known for one in values)
+
     def close(self) -> None:
         """Note what is left at the end."""
         pairs = zip(self._variables, values_of(self._variables))

@@ -8,12 +8,12 @@ from typing import Any, Callable, Iterator
 
 import tensorflow as tf
 
+from bigbatch.backends.exact_refusals import refuse_exact
 from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.keras3 import Keras3
 from bigbatch.backends.tensorflow.compat import inlined_functions, is_compiled, variables_of
 from bigbatch.backends.tensorflow.data import next_of, on_next, without_optionals
 from bigbatch.backends.tensorflow.exact.moments import moments_of_batch
-from bigbatch.backends.tensorflow.exact.refusals import refuse_exact
 from bigbatch.backends.tensorflow.longest import longest
 from bigbatch.backends.tensorflow.mechanics import TensorFlowBackend
 from bigbatch.core.patching import replaced
