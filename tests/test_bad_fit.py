@@ -168,8 +168,8 @@ OPTIMIZERS = [keras.optimizers.SGD(0.0)]
     [
         (InBranch, "applies gradients of the optimizer 'adam.*' inside tf.cond"),
         (InLoop, "applies gradients of the optimizer 'adam.*' inside tf.cond, tf.while_loop"),
-        (Never, r"hands no gradients to an optimizer of the model \('adam.*'\)"),
-        (Elsewhere, r"hands no gradients to an optimizer of the model \('adam.*'\)"),
+        (Never, r"passes no gradients to an optimizer of the model \('adam.*'\)"),
+        (Elsewhere, r"passes no gradients to an optimizer of the model \('adam.*'\)"),
     ],
 )
 def test_a_train_step_whose_updates_have_no_number_or_are_never_made(kind, text, setting):

@@ -108,7 +108,7 @@ def test_nan_leaves_the_average_alone():
 
 @pytest.mark.parametrize("arguments", [([4], [1.0], 1.0), ([4, 4], [1.0], 1.0)])
 def test_bad_micro_batches(arguments):
-    with pytest.raises(ArgumentError, match="two micro-batches or more"):
+    with pytest.raises(ArgumentError, match="at least two micro-batches"):
         bigbatch.NoiseScaleEstimator().add(*arguments)
 
 

@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(command: Any) -> None:
     demo = command(
         _demo,
-        "see what bigbatch does, in a minute",
+        "show in a minute what bigbatch does",
         "Train with a batch that does not fit a small device, and compare with the full batch.",
         _DEMO,
     )
@@ -161,8 +161,8 @@ def _add_demo(command: Any) -> None:
 def _add_run(command: Any) -> None:
     run = command(
         _run,
-        "run a script with every fit() accumulated",
-        "Run an unmodified Keras script with every fit() accumulated.",
+        "run a script with gradient accumulation in every fit()",
+        "Run an unmodified Keras script with gradient accumulation in every fit().",
         _RUN,
         usage="bigbatch run (SCRIPT | -m MODULE)\n"
         "                    (--microbatch-size N|auto | --accumulation-steps N)\n"
@@ -190,8 +190,8 @@ def _add_run(command: Any) -> None:
 def _add_verify(command: Any) -> None:
     verify = command(
         _verify,
-        "does it equal the full batch on my model?",
-        "Compare an update from micro-batches with the full batch, on your model.",
+        "compare accumulation with the full batch on your model",
+        "Compare one update from micro-batches with the full batch on your model.",
         _VERIFY,
     )
     _add_factory(verify)
@@ -257,7 +257,7 @@ def _add_setting(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         default="auto",
-        help="compute the loss on the whole batch, by two passes, without a trial",
+        help="compute the loss on the whole batch, by two passes, without trying it",
     )
 
 
@@ -348,7 +348,7 @@ def _made_by(factory: str) -> tuple[Any, ...]:
         raise ArgumentError(
             explain(
                 received=f"{type(made).__name__} from {factory}",
-                expected="(model, x, y) or (model, dataset), the model compiled",
+                expected="(model, x, y) or (model, dataset), with the model compiled",
                 fix="return model, x, y",
             )
         )

@@ -213,7 +213,7 @@ def test_draws_for_samples_that_are_concatenated_are_those_of_the_full_batch():
 def test_draws_for_samples_that_are_concatenated_are_said_without_a_check(capsys):
     Case(Views, loss=None).accumulate("split", {"check": "off"}, verbose=2)
     said = " ".join(capsys.readouterr().out.split())
-    assert "several rows for each sample, which are taken to follow each other" in said
+    assert "several rows for each sample, which are assumed to follow each other" in said
 
 
 @pytest.mark.filterwarnings("ignore::bigbatch.NotEqualWarning")
@@ -259,7 +259,7 @@ def test_layers_that_choose_what_to_do_choose_what_the_full_batch_does(layer, mo
 def test_equalization_is_said_without_a_check(capsys):
     augmented("AugMix").accumulate("split", {"check": "off"}, verbose=2, epochs=1)
     said = " ".join(capsys.readouterr().out.split())
-    assert "images are equalized by those of a micro-batch: aug_mix" in said
+    assert "images are equalized with the values of a micro-batch: aug_mix" in said
 
 
 class DrawsByPython(layers.Layer):

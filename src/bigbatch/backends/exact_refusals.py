@@ -40,7 +40,7 @@ def refuse_exact(model: Any, layers: list[Any], others: list[Any]) -> None:
                     received=f'batch_norm="exact" and {layer.name}, a {type(layer).__name__} '
                     "with statistics of its own",
                     expected="layers whose statistics are those of BatchNormalization",
-                    fix="write them with bigbatch.cross_microbatch_sum in a layer that "
-                    'is no BatchNormalization, or use batch_norm="pooled"',
+                    fix="compute them with bigbatch.cross_microbatch_sum in a layer that is "
+                    'not a BatchNormalization, or use batch_norm="pooled"',
                 )
             )

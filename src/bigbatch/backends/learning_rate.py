@@ -70,7 +70,7 @@ def scale_learning_rate(
             explain(
                 received=f"{rate_or_schedule!r} ({type(rate_or_schedule).__name__})",
                 expected="a learning rate: a number, a schedule or a function",
-                fix="pass what you would pass to the optimizer as learning_rate",
+                fix="pass the value that you would pass to the optimizer as learning_rate",
             )
         )
     return float(rate_or_schedule) * factor

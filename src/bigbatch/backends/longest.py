@@ -31,7 +31,7 @@ def longest_of(
         raise ArgumentError(
             explain(
                 received=f"y or sample_weight next to x={type(x).__name__}",
-                expected="a data set that has its targets and weights",
+                expected="a data set that contains its targets and weights",
                 fix="leave y and sample_weight out",
             )
         )
@@ -45,8 +45,8 @@ def longest_of(
         raise ArgumentError(
             explain(
                 received="a data set without batches, or without end",
-                expected="one that can be looked through for the longest samples",
-                fix="pass some of the data the model is to be trained with",
+                expected="a finite data set, which can be searched for the longest samples",
+                fix="pass a part of the training data",
             )
         )
     return found

@@ -171,7 +171,7 @@ def bytes_of(text: Any) -> int:
             explain(
                 received=f"memory_limit={text!r}",
                 expected="a number of bytes, or a text such as '8GiB', '800MB'",
-                fix="pass the memory of the device that is to train, for example '8GiB'",
+                fix="pass the memory of the training device, for example '8GiB'",
             )
         )
     return count

@@ -179,8 +179,8 @@ class NoiseScaleEstimator:
             raise ArgumentError(
                 explain(
                     received=f"{len(sizes)} sizes and {len(squared_norms)} squared norms",
-                    expected="as many of both, and two micro-batches or more",
-                    fix="cut batches into micro-batches: one says nothing of the noise",
+                    expected="the same number of both, for at least two micro-batches",
+                    fix="cut batches into micro-batches: one alone does not show the noise",
                 )
             )
         batch = float(sum(sizes))

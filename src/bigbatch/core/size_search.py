@@ -120,8 +120,8 @@ def with_smaller_ones(
         # Outside the handler, whose traceback keeps tensors alive.
         warnings.warn(
             f"bigbatch: out of memory with micro-batches of {size} samples. The batch was "
-            f"rolled back and is run again with {size // 2}; batches and updates stay what "
-            "they are.",
+            f"rolled back and is run again with {size // 2}; the samples of batches and "
+            "updates do not change.",
             stacklevel=3,
         )
         size = size // 2
@@ -156,7 +156,7 @@ def choices_of(owner: Any) -> dict[Any, Any]:
         raise ArgumentError(
             explain(
                 received=f'microbatch_size="auto" for {owner!r}',
-                expected="a function, with which the chosen size can be kept",
+                expected="a function, because bigbatch stores the chosen size with it",
                 fix="pass a function made with def or lambda",
             )
         ) from None

@@ -33,7 +33,7 @@ def check_keras_3(keras: str) -> None:
     if version_of(keras) < OLDEST_KERAS_3:
         nearest = ".".join(map(str, OLDEST_KERAS_3))
         raise UnsupportedVersionError(
-            f"fit cannot be accumulated with Keras {keras}, only with Keras {nearest} or newer "
+            f"fit cannot accumulate with Keras {keras}, only with Keras {nearest} or newer "
             f"and with Keras 2: pip install 'keras>={nearest}'."
         )
 

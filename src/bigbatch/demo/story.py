@@ -88,7 +88,7 @@ def _run_programs() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
                 explain(
                     received=f"programs that ended with {codes}:\n" + "\n".join(failed),
                     expected="all parts of the demo to run",
-                    fix="see what they have printed above",
+                    fix="read their output above",
                 )
             )
         results = {name: json.loads(Path(scratch, name).read_text()) for name in programs}

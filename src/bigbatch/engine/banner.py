@@ -171,7 +171,7 @@ def _kept_by_layers(model: Any, setting: Setting) -> list[str]:
         f"{normalises}; its moving statistics are pooled over the batch{exact}": pooled,
         frozen if batch_norm == "frozen" else moving: others,
         # The check says it, if there is one.
-        "images are equalized by those of a micro-batch": (
+        "images are equalized with the values of a micro-batch": (
             equalizing_layers(model) if setting.check == "off" else []
         ),
         "random draws differ from the full batch": backend_of(model).layers_with_other_draws(

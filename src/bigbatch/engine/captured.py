@@ -138,7 +138,7 @@ class Capturing:
         names = ", ".join(repr(name_of(one)) for one in optimizers) or "none found"
         return ContextError(
             explain(
-                received="a train_step that hands no gradients to an optimizer of the "
+                received="a train_step that passes no gradients to an optimizer of the "
                 f"model ({names})",
                 expected="one call of optimizer.apply_gradients or optimizer.apply per batch",
                 fix="use optimizers of Keras that are attributes of the model or its layers; "

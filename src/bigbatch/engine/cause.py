@@ -40,7 +40,7 @@ def text_of(causes: list[Cause]) -> str:
     """Return the text of a warning."""
     lines = "\n".join(f"- {cause}" for cause in causes[:_SHOWN])
     is_tried = any(cause.size is not None for cause in causes)
-    tried = " Samples of the first batch, cut into micro-batches, gave other numbers than in"
+    tried = " Samples of the first batch, cut into micro-batches, gave other results than in"
     how = f".{tried} one part:" if is_tried else ":"
     return f"training will differ from the full batch{how}\n{lines}"
 
@@ -108,8 +108,8 @@ def of_summed_rows(model: Any, phases: Any) -> list[Cause]:
             'sparse_gradients="dense" sums rows that are looked up several times, and '
             f"{optimizer} treats them differently from their sum",
             None,
-            'leave sparse_gradients="dense" out, or use SGD; nothing is wrong if the update of '
-            "a dense gradient will do",
+            'leave sparse_gradients="dense" out, or use SGD; or ignore this if you want the '
+            "update of a dense gradient",
         )
         for where, optimizer in named
     ]
@@ -127,10 +127,10 @@ def with_equalizing(model: Any, found: list[Cause]) -> list[Cause]:
         tried = known.get(where)
         known[where] = Cause(
             where,
-            "it equalizes images by the values of all images of a micro-batch, as "
+            "it equalizes images with the values of all images of a micro-batch, as "
             "keras.layers.Equalization does",
             tried and tried.size,
-            "apply it to whole batches before fit(), as by map() of a data set in split mode",
+            "apply it to whole batches before fit(), with map() of a data set in split mode",
         )
     return list(known.values())
 
@@ -149,9 +149,9 @@ def _beside_batch_norm(found: dict[Item, float]) -> Cause:
         "it differs although batch normalisation is exact: something else mixes samples, or "
         "changes with every micro-batch",
         found[item],
-        "pass coupled=True if it is the loss of compile() or compute_loss(); else let "
-        'batch_norm="pooled" and check="raise" name it, and compute it there with '
-        "bigbatch.cross_microbatch_sum or bigbatch.cross_microbatch_gather",
+        "pass coupled=True if it is the loss of compile() or compute_loss(); otherwise find "
+        'the layer with batch_norm="pooled" and check="raise", and use '
+        "bigbatch.cross_microbatch_sum or bigbatch.cross_microbatch_gather in it",
     )
 
 
@@ -163,7 +163,7 @@ def _beside_two_passes(found: dict[Item, float]) -> Cause:
         "it differs although the loss is computed on the whole batch: something in call() "
         "mixes samples, or changes with every micro-batch",
         found[item],
-        "compute every sample by itself in call()",
+        "compute every sample separately in call()",
     )
 
 
@@ -217,25 +217,25 @@ def _mixing(model: Any, layer: Any, size: float) -> Cause:
             where,
             "it draws random numbers that cannot equal the full batch",
             size,
-            "draw uniform or normal numbers by keras.random and a SeedGenerator; nothing is "
-            "wrong if other numbers of the same distribution will do",
+            "draw uniform or normal numbers with keras.random and a SeedGenerator, or ignore "
+            "this if other numbers of the same distribution are good enough",
         )
     return Cause(
         where,
         "it mixes the samples of a batch, and a micro-batch has fewer of them",
         size,
-        "compute every sample by itself in call(), and move what compares samples into the "
-        "loss given to compile(), which is computed on the whole batch",
+        "compute every sample separately in call(), and compare samples in the loss passed to "
+        "compile(), which is computed on the whole batch",
     )
 
 
 def _assigned(model: Any, layer: Any, size: float) -> Cause:
     return Cause(
         f"train_step of {type(model).__name__}",
-        f"it assigns weights of the layer {layer.name!r}, to a value that depends on samples",
+        f"it assigns values that depend on samples to weights of the layer {layer.name!r}",
         size,
-        "change weights by optimizer.apply: there may be several, and each gets the gradient "
-        "of the whole batch",
+        "change weights with optimizer.apply: there may be several calls, and each gets the "
+        "gradient of the whole batch",
     )
 
 
@@ -244,7 +244,7 @@ def _adding(layer: Any, size: float) -> Cause:
         f"layer {layer.name!r} ({type(layer).__name__})",
         "its add_loss() is not a mean over samples",
         size,
-        "divide what add_loss is given by the number of samples",
+        "divide the value passed to add_loss by the number of samples",
     )
 
 
@@ -263,7 +263,7 @@ def _of_log(model: Any, item: Item, size: float) -> Cause:
             f"metric {item.name!r}",
             "its result for the whole batch cannot be computed from results of micro-batches",
             size,
-            "read it from evaluate(); the weights are right",
+            "read it from evaluate(); the weights are correct",
             item.name,
         )
     return Cause(
@@ -289,14 +289,14 @@ def _of_loss(
         if logs_agree:
             return Cause(
                 f"the gradient of {item.name!r}",
-                "it differs, although the loss and all that is logged is equal",
+                "it differs, although the loss and all logged values are equal",
                 size,
-                "report this model: nothing that bigbatch knows of makes it differ",
+                "report this model: bigbatch does not know the cause",
                 subject=LOSS,
             )
         return Cause(
             f"loss {backend.name_of_loss(model)}",
-            "it compares samples, or divides by something else than their number or their "
+            "it compares samples, or divides by something other than their number or their "
             f"weights; {of}",
             size,
             "pass coupled=True to accumulate(), which computes it on the whole batch",
@@ -306,17 +306,17 @@ def _of_loss(
     if logs_agree:
         return Cause(
             where,
-            f"what it logs is equal and its gradients are not, as if they were changed before "
-            f"they are applied (clipped or normalised by hand); {of}",
+            "its logs are equal and its gradients are not, as if it changed them before it "
+            f"applies them (clipped or normalised by hand); {of}",
             size,
             "let the optimizer do it: global_clipnorm=, clipnorm= or clipvalue=",
         )
     return Cause(
         where,
-        f"its loss compares samples, or divides by something else than their number; {of}",
+        f"its loss compares samples, or divides by something other than their number; {of}",
         size,
         "write the forward pass in call() and the loss in compile(loss=...) or compute_loss(), "
-        "remove train_step: such a loss is then computed on the whole batch",
+        "and remove train_step: then the loss is computed on the whole batch",
         subject=LOSS,
     )
 

@@ -269,7 +269,7 @@ def observe(model: Any, *, what: str, with_noise: bool) -> UpdateStatistics:
             explain(
                 received=f"{what} for a model with coupled=True",
                 expected="micro-batches that each have a loss of their own",
-                fix=f"leave {what} out: no part of a coupled loss has a gradient by itself",
+                fix=f"leave {what} out: a micro-batch has no gradient of its own then",
             )
         )
     if hooks.is_training:
@@ -306,8 +306,8 @@ def _lost_worker(error: BaseException) -> ContextError:
         explain(
             received=f"no answer from another worker ({reason})",
             expected="all workers of the MultiWorkerMirroredStrategy to train together",
-            fix="look at what the other worker printed last, then start all workers again; "
-            "keras.callbacks.BackupAndRestore lets them go on from the last epoch",
+            fix="read the last output of the other worker, then start all workers again; "
+            "with keras.callbacks.BackupAndRestore they continue from the last epoch",
         )
     )
 

@@ -23,7 +23,7 @@ _CONTEXT = 64
 """More numbers than what is known of a batch has, to try a micro-batch with."""
 _SAID = "passes over each batch: updates of train_step depend on those before them"
 _OTHER_UPDATES = explain(
-    received="a train_step that makes other updates for data of another structure",
+    received="a train_step that makes different updates for data of a different structure",
     expected="the same calls of optimizer.apply, in the same order, for all data",
     fix="call accumulate once more before training on other data",
 )
@@ -143,7 +143,7 @@ class Passes:
             f"bigbatch: the rows of {table.name} take {readable(rows * table.row_bytes)} until "
             f"the update, their dense sum {readable(table.rows * table.row_bytes)}: "
             'sparse_gradients="dense" takes less memory'
-            + ("" if table.adds_up else f", and differs under {table.optimizer}")
+            + ("" if table.adds_up else f", and gives another update with {table.optimizer}")
         )
 
     def trace_again(self, types: Any, size: int | None) -> None:

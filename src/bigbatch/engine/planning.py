@@ -165,8 +165,8 @@ class Planning:
         self.told.add(LOSS)
         warnings.warn(
             f"bigbatch: the loss {name} is neither a mean nor a sum over samples, and "
-            "micro-batches by themselves do not give the update of the full batch. "
-            f"{reason} Training goes on with micro-batches that count for their samples. "
+            "adding up micro-batches does not give the update of the full batch. "
+            f"{reason} Training continues with micro-batches weighted by their samples. "
             f"Fix: {fix}",
             NotEqualWarning,
             stacklevel=2,
@@ -190,22 +190,22 @@ class Planning:
             )
         if trial.reads_call:
             return (
-                "compute_loss() reads what call() has stored, of the last micro-batch.",
-                "let call() return it.",
+                "compute_loss() reads values that call() has stored in the last micro-batch.",
+                "let call() return them.",
             )
         if not trial.has_rows:
-            return "An output has not one row per sample.", "return one row for each sample."
+            return "An output does not have one row per sample.", "return one row per sample."
         if held > self._most_bytes():
             return (
                 f"Outputs and their gradients for a batch would take {readable(held)}, more "
                 f"than {readable(self._most_bytes())}.",
-                "pass coupled=True to hold them all the same, or use smaller batches.",
+                "pass coupled=True to hold them anyway, or use smaller batches.",
             )
         layers = [] if is_exact else self._mixing_layers()
         if layers:
             return (
                 f"The layer {layers[0].name!r} mixes samples, too.",
-                "let every sample be computed by itself.",
+                "compute every sample separately in it.",
             )
         return "", ""
 
@@ -233,7 +233,7 @@ class Planning:
                     f"bigbatch: the metric {names[metric]!r} is one number for a batch, and "
                     "neither a mean nor a sum over samples. Its outputs and labels for a batch "
                     f"would take {readable(held)}, more than {readable(self._most_bytes())}: "
-                    "what is logged is its mean over micro-batches. Fix: use a metric whose "
+                    "its mean over micro-batches is logged. Fix: use a metric whose "
                     "state adds up, a subclass of keras.metrics.Metric.",
                     NotEqualWarning,
                     stacklevel=2,

@@ -128,8 +128,8 @@ class SelfCheck:
             self._say(f"{_NOT_CHECKED}: {reason}")
         for layer in self._norm.moved_by_each:
             self._say(
-                f"bigbatch: the moving statistics of {layer.name} are moved by every "
-                "micro-batch: it is called in a tf.function or a branch"
+                f"bigbatch: every micro-batch moves the moving statistics of {layer.name}, "
+                "because it is called in a tf.function or a branch"
             )
         if causes:
             if self._mode == "raise":
@@ -147,7 +147,7 @@ class SelfCheck:
             self._has_said_draws = True
             self._say(
                 "bigbatch: random draws may differ from the full batch: some have several rows "
-                "for each sample, which are taken to follow each other. The check would find "
+                "for each sample, which are assumed to follow each other. The check would find "
                 "out whether they do"
             )
 
@@ -265,9 +265,11 @@ class SelfCheck:
         effects = {name for one in phases.passes for name in one.runs.effects()}
         effects |= phases.effects_of_two_passes
         if effects:
-            return f"train_step does what cannot be undone ({', '.join(sorted(effects))})"
+            return (
+                f"train_step has effects that cannot be undone ({', '.join(sorted(effects))})"
+            )
         if not self._norm.can_be_switched():
-            return "this BatchNormalization cannot be held still"
+            return "a BatchNormalization layer cannot be frozen for the check"
         return backend.few_samples.obstacle(model)
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -40,7 +40,7 @@ class Setting:
                 explain(
                     received=f"{given} of microbatch_size and accumulation_steps",
                     expected="one of them",
-                    fix="pass microbatch_size to cut the batches fit() is given, or "
+                    fix="pass microbatch_size to cut the batches of fit(), or "
                     "accumulation_steps to group the batches of the data set",
                 )
             )

@@ -22,7 +22,7 @@ _ALONE = explain(
 _OTHER = explain(
     received="an error on another worker",
     expected="all workers of the MultiWorkerMirroredStrategy to train together",
-    fix="look at what the other worker printed last, then start all workers again",
+    fix="read the last output of the other worker, then start all workers again",
 )
 
 

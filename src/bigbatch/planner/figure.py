@@ -43,6 +43,6 @@ def figure(plan: Any) -> Any:
             label = f"chosen: {plan.microbatch_size}" if one is memory else None
             one.axvline(plan.microbatch_size, color="tab:green", ls="--", label=label)
     memory.legend()
-    memory.set_title(f"Batch {plan.batch_size}: what micro-batches take")
+    memory.set_title(f"Batch {plan.batch_size}: memory of micro-batches")
     axes[-1].set_xlabel("samples per micro-batch")
     return drawing

@@ -94,7 +94,7 @@ def plan(
         raise ArgumentError(
             explain(
                 received="a model under MultiWorkerMirroredStrategy",
-                expected="a model on one worker: what one takes does not depend on the others",
+                expected="a model on one worker, whose memory does not depend on the others",
                 fix="plan for the same model without the strategy, with one worker's batch",
             )
         )
@@ -127,7 +127,7 @@ class _Trials:
         if self._memory.limit is None and not self._memory.is_hard:
             raise ContextError(
                 explain(
-                    received="a device that does not say how much memory is in use",
+                    received="a device that does not report how much memory is in use",
                     expected="a GPU, a CPU on Linux, or an allocator that counts",
                     fix=self._memory.TO_COUNT,
                 )
@@ -150,7 +150,7 @@ class _Trials:
         if there == math.inf:
             raise ArgumentError(
                 explain(
-                    received="no memory_limit, on a device that does not say what it has",
+                    received="no memory_limit, on a device that does not report its memory",
                     expected="the memory to plan for",
                     fix="pass memory_limit, for example '8GiB'",
                 )

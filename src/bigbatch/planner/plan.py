@@ -118,12 +118,12 @@ class Plan:
             ran_out = f"micro-batches of {self.too_large} samples ran out of memory"
             reasons.append(free if self.too_large is None else ran_out)
             if size != self._largest:
-                reasons.append(f"{size} is nearly as many, and handy")
+                reasons.append(f"{size} is nearly as large, and a round number")
         most = self.measured[-1].microbatch_size
         if size > most:
             reasons.append(
-                f"micro-batches of up to {most} samples were measured here; what more samples "
-                f"take is predicted from them{self._reliability}"
+                f"micro-batches of up to {most} samples were measured here; the memory of "
+                f"larger ones is predicted from them{self._reliability}"
             )
         return (*self.remarks, *reasons)
 
@@ -172,7 +172,7 @@ class Plan:
         if self.replicas > 1:
             whole += f" on {self.replicas} replicas"
         if not self.microbatch_size:
-            return f"{whole} does not fit, whatever the micro-batch"
+            return f"{whole} does not fit with any micro-batch"
         peak, limit = readable(self.peak(self.microbatch_size)), readable(self.memory_limit)
         return (
             f"{whole} as {self.microbatches} × {self.microbatch_size} samples, about {peak} of "

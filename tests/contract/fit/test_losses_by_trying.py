@@ -320,7 +320,7 @@ def test_passes_are_made_only_if_needed(mode):
 
 def test_where_two_passes_cannot_be_had_it_is_said(mode):
     one = case(ComparesWhatCallStored)
-    with pytest.warns(bigbatch.NotEqualWarning, match="reads what call.. has stored.*Fix: let"):
+    with pytest.warns(bigbatch.NotEqualWarning, match="reads values that call.. has.*Fix: let"):
         one.accumulate(mode)
 
 

@@ -193,7 +193,7 @@ PLANTED = {
         TwoUpdatesWithDropout,
         "train_step of .*: its loss compares samples",
     ),
-    "perturbed": (Perturbed, "train_step of Perturbed: it assigns weights of the layer"),
+    "perturbed": (Perturbed, "train_step of Perturbed: it assigns values"),
     "clipped by hand": (Clipped, "train_step of Clipped: .*clipvalue="),
     "logged": (LogsLargest, "logged value 'largest'"),
     "minibatch stddev": (

@@ -120,7 +120,7 @@ def test_in_updates_that_depend_on_each_other(mode, float64):
 def test_a_sum_taken_for_a_mean_is_found(float64, monkeypatch):
     """The negative control."""
     monkeypatch.setattr(self_check, "sums_among", lambda *_: (set(), set()))
-    with pytest.warns(bigbatch.NotEqualWarning, match="divides by something else"):
+    with pytest.warns(bigbatch.NotEqualWarning, match="divides by something other"):
         found = summed().accumulate("split")
     with pytest.raises(AssertionError, match="not the same"):
         check_same(found, summed().train(), 1e-3)

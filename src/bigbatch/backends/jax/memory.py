@@ -49,9 +49,9 @@ class Memory:
     """
 
     OUT_OF_MEMORY = OutOfMemoryError
-    TO_COUNT = "use a GPU, whose allocator says what there is"
+    TO_COUNT = "use a GPU, whose allocator reports its memory"
     """What to do if a device does not say what is in use."""
-    HOW = "memory is what the compiler says of the program of a micro-batch, which was not run"
+    HOW = "memory is the compiler's figure for the program of a micro-batch, which was not run"
     """Where peaks come from."""
     is_hard = False
     """Whether peaks can be measured: JAX has none that can be started anew."""

@@ -21,11 +21,11 @@ from bigbatch.core.python_random import are_same_states, python_states
 from bigbatch.errors import ContextError, explain
 
 CHANGES_ITSELF = explain(
-    received="a train_step that gives weights, or variables of an optimizer, values that "
-    "depend on samples, without the optimizer",
+    received="a train_step that computes weights, or variables of an optimizer, from samples "
+    "without the optimizer",
     expected="updates by optimizer.stateless_apply; other changes may depend on weights alone",
     fix="return the trainable and optimizer variables that stateless_apply returned; keep "
-    "what else is to change in variables that are not trainable",
+    "other values that change in variables that are not trainable",
 )
 
 

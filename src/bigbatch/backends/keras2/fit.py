@@ -14,7 +14,7 @@ from bigbatch.errors import ArgumentError, explain
 
 _NO_CALLBACKS = explain(
     received="accumulation_steps and a custom fit() of a Keras 2 model that takes no callbacks",
-    expected="a fit() that can be given the callback that sees an epoch end",
+    expected="a fit() that accepts callbacks, one of which applies the last window",
     fix="let it take **kwargs and pass them on to super().fit(), or pass microbatch_size",
 )
 

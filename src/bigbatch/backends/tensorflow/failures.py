@@ -62,7 +62,7 @@ def _constant_size(message: str) -> str | None:
     return explain(
         received=f"{operation}{_place(message)} fails on a micro-batch: {reason}",
         expected="layers, a loss and a train_step that take any number of samples",
-        fix="where the number of samples is written as a constant, take it from the data: "
+        fix="if the number of samples is written as a constant, read it from the data: "
         f"tf.shape(x)[0]; or pass {instead}, with batches that are multiples of it",
     )
 

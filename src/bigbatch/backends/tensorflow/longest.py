@@ -22,7 +22,7 @@ def longest(x: Any, y: Any, sample_weight: Any) -> Any:
             raise ArgumentError(
                 explain(
                     received=f"y or sample_weight next to x={type(x).__name__}",
-                    expected="a data set that has its targets and weights",
+                    expected="a data set that contains its targets and weights",
                     fix="leave y and sample_weight out",
                 )
             )
@@ -42,7 +42,7 @@ def _longest_batch(batches: Any) -> Any:
         raise ArgumentError(
             explain(
                 received="a data set without end",
-                expected="one that can be looked through for the longest samples",
+                expected="a finite data set, which can be searched for the longest samples",
                 fix="pass a part of it: dataset.take(100)",
             )
         )
@@ -56,8 +56,8 @@ def _longest_batch(batches: Any) -> Any:
         raise ArgumentError(
             explain(
                 received="a data set without batches",
-                expected="one batch at least",
-                fix="pass the data the model is to be trained with",
+                expected="at least one batch",
+                fix="pass the training data",
             )
         )
     return longest

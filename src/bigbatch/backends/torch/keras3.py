@@ -72,7 +72,7 @@ class Keras3OnTorch(Keras3, TorchBackend):
             raise ArgumentError(
                 explain(
                     received=f"steps_per_execution={model.steps_per_execution}",
-                    expected="steps_per_execution=1, as Keras has it on torch",
+                    expected="steps_per_execution=1, the only value for Keras on torch",
                     fix="leave steps_per_execution out of compile()",
                 )
             )

@@ -118,8 +118,8 @@ def cross_microbatch_gather(tensor: Any) -> Any:
             explain(
                 received=f"cross_microbatch_gather of a tensor of the shape {tensor.shape} on "
                 f"{markers.replicas} replicas",
-                expected="a shape that is known but for the samples: a replica without "
-                "samples has to know it, too",
+                expected="a shape that is known except for the number of samples: a "
+                "replica without samples has to know it, too",
                 fix="give the inputs of the model a full shape, or train on one device",
             )
         )
