@@ -32,7 +32,7 @@ class MissingFrameworkError(BigbatchError, ImportError):
 
 
 class UnsupportedVersionError(BigbatchError, ImportError):
-    """TensorFlow is installed in a version that does not have what is needed."""
+    """The installed version of TensorFlow or Keras is not supported."""
 
 
 class NotEqualWarning(UserWarning):

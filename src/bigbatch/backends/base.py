@@ -1,4 +1,4 @@
-"""What the engine asks of a backend: one framework with one generation of Keras."""
+"""The interface of a backend: one framework with one generation of Keras."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ def cross_microbatch_sum(x: Any) -> Any:
     """Return the sum of a tensor over all micro-batches of a batch, and over replicas.
 
     Use it in a layer or a loss that needs numbers of the whole batch, in a model that trains
-    with `accumulate(model, ..., batch_norm="exact")`. Its gradient is such a sum again, so that
-    the update equals the full batch. Where a batch is not cut, in plain
-    training, evaluation and prediction, it returns the tensor itself.
+    with `accumulate(model, ..., batch_norm="exact")`. Its gradient is summed in the same
+    way, so that the update equals the full batch. If batches are not cut, in plain training,
+    evaluation and prediction, it returns the tensor itself.
 
     Args:
         x: a tensor that has the same shape in every micro-batch, such as a sum over samples.
@@ -35,8 +35,8 @@ def cross_microbatch_sum(x: Any) -> Any:
 def cross_microbatch_gather(x: Any) -> Any:
     """Return the rows of a tensor of all micro-batches of a batch, in the order of the batch.
 
-    Like `cross_microbatch_sum`, with the same rule for gradients. The result has a row for
-    every sample of the batch and is in the memory of the device: use it for few numbers per
+    It works like `cross_microbatch_sum`, with the same rule for gradients. The result has a row
+    for every sample of the batch, all in the memory of the device: use it for few numbers per
     sample, such as logits or embeddings.
 
     Args:

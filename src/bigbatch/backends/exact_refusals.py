@@ -1,4 +1,4 @@
-"""What exact batch normalisation cannot do, said before anything is trained."""
+"""Errors for models without exact batch normalisation, raised before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bigbatch has to know of Keras 3, on every framework."""
+"""Keras 3, on every framework."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def scale_learning_rate(
     reference_batch_size: int,
     rule: Literal["linear", "sqrt"] = "linear",
 ) -> Any:
-    """Return the learning rate for a batch size, given one that is good for another.
+    """Return the learning rate for a batch size, given a good rate for another batch size.
 
     Args:
         rate_or_schedule: a number, a `keras.optimizers.schedules.LearningRateSchedule`, or any
@@ -38,8 +38,8 @@ def scale_learning_rate(
             Both hold below the critical batch size; see `NoiseScale`.
 
     Returns:
-        The same kind of thing. A schedule of Keras stays one, of the same class, so that a
-        saved model loads where bigbatch is not installed. Only rates change: it still counts
+        A value of the same kind. A schedule of Keras keeps its class, so that a saved model
+        loads where bigbatch is not installed. Only the rates change: the schedule still counts
         updates, and an epoch now has more or fewer of them.
 
     Example:

@@ -1,4 +1,4 @@
-"""What the engine asks of a backend about losses, optimizers and batch normalisation."""
+"""The interface of a backend for losses, optimizers and batch normalisation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bigbatch.errors import ArgumentError, explain
 
 
 class LossesAndOptimizers(abc.ABC):
-    """The part of the interface that is about what a model computes and how it is updated."""
+    """The part of the interface for losses, optimizers and batch normalisation."""
 
     @abc.abstractmethod
     def compile_loss_of(self, model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A few samples of a batch, to try on a model what they do."""
+"""A few samples of a batch, to try a model with."""
 
 from __future__ import annotations
 

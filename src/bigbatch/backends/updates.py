@@ -1,4 +1,4 @@
-"""What the engine asks of a backend whose models make several updates in one `train_step`."""
+"""The interface of a backend for models that make several updates in one `train_step`."""
 
 from __future__ import annotations
 

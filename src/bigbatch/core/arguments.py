@@ -1,4 +1,4 @@
-"""Checks of what users pass in, shared by every entry point."""
+"""Checks of the arguments that users pass, shared by every entry point."""
 
 from __future__ import annotations
 

@@ -21,20 +21,21 @@ class ExactBatchNorm:
     """Batch normalisation with the statistics of the whole batch, gradients included.
 
     Pass it to `accumulate(batch_norm=...)`; `batch_norm="exact"` is the same with the defaults.
-    Micro-batches run in stages, from one BatchNormalization layer to the next. What a stage
-    needs of the one before it is stored for every micro-batch, or computed again.
+    Micro-batches run in stages, from one BatchNormalization layer to the next. The values that
+    a stage needs from earlier stages, its boundaries, are stored for every micro-batch, or
+    computed again.
 
     Args:
         checkpoint_every: how many stages lie between two whose boundaries are stored until the
-            backward pass: "all" stores every boundary, which takes the most memory and the
-            least time. With a number, every stage of the backward pass computes again what it
-            needs from the last stored one: the larger the number, the less memory and the more
-            time. "auto" is between: for L BatchNormalization layers one after the other, the
-            boundaries of every √L-th stage are stored, and the others once more, √L at a time.
+            backward pass. "all" stores every boundary, which takes the most memory and the
+            least time. With a number, every stage of the backward pass computes its boundaries
+            again from the last stored ones: a larger number takes less memory and more time.
+            "auto" is in between: for L consecutive BatchNormalization layers, it stores the
+            boundaries of every √L-th stage, and in the backward pass the others, √L at a time.
             If memory runs out, less and less is stored; with `microbatch_size="auto"` it
             begins with all boundaries.
         storage: where the boundaries are stored: on the "device" that computes, or on the
-            "host", which is slower, on devices that have memory of their own.
+            "host", which is slower, for devices with separate memory.
 
     Example:
         >>> ExactBatchNorm(checkpoint_every=8, storage="host")

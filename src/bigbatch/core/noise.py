@@ -52,7 +52,7 @@ def moments(noise: Any, signal: Any, batch: Any) -> List[Any]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The gradient noise scale as far as it is known, from averages over updates.
+    """An estimate of the gradient noise scale, from averages over updates.
 
     Args:
         average: the decaying sums of `moments`.
@@ -191,7 +191,7 @@ class NoiseScaleEstimator:
 
     @property
     def estimate(self) -> Estimate:
-        """What is known so far."""
+        """The estimate so far."""
         return self._estimate
 
 

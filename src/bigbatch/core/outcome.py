@@ -1,4 +1,4 @@
-"""What the same samples gave twice, compared: gradients, logs and assigned variables."""
+"""Compare two results of the same samples: gradients, logs and assigned variables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a few samples gave, as arrays in the memory of the host."""
+    """The results of a few samples, as arrays in the memory of the host."""
 
     gradients: list[list[tuple[str, Any]]]
     """For each update of an optimizer, names of variables and their gradients.

@@ -1,4 +1,4 @@
-"""What users are shown: tables and sentences, as text for terminals and as HTML."""
+"""Reports for users: tables and sentences, as text for terminals and as HTML."""
 
 from __future__ import annotations
 

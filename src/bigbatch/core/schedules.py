@@ -77,7 +77,7 @@ def grow(to: int, *, every: int, start: int = 1, factor: float = 2) -> Grow:
         to: the micro-batches per update in the end.
         every: the number of updates between two steps of growth.
         start: the micro-batches per update at first.
-        factor: how many times as many each time.
+        factor: by how much each step multiplies the micro-batches.
 
     Example:
         >>> schedule = grow(to=12, every=1000)

@@ -1,4 +1,4 @@
-"""Pictures of what was found out."""
+"""Figures of the results of callbacks."""
 
 from __future__ import annotations
 

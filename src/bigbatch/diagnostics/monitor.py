@@ -16,12 +16,12 @@ class Monitor(Callback):
     - `updates`: the number of updates,
     - `micro_batches`: the number of micro-batches, on all replicas,
     - `effective_batch_size`: the mean number of samples of an update,
-    - `peak_memory`: the most bytes in use on a device in this epoch; NaN where the
+    - `peak_memory`: the most bytes in use on a device in this epoch; NaN if the
       device does not count them (a CPU does with `TF_CPU_ALLOCATOR_USE_BFC=true`).
 
     `history`, `TensorBoard`, `CSVLogger` and all other loggers get these values, whatever the
     order of callbacks. The progress bar does not show them. For a model that does not
-    accumulate nothing is logged.
+    accumulate, `Monitor` logs nothing.
 
     Example:
         >>> import keras
@@ -42,7 +42,7 @@ class Monitor(Callback):
         self._before = (0, 0, 0)
 
     def set_model(self, model: Any) -> None:
-        """Have the updates of a model counted."""
+        """Begin to count the updates of a model."""
         super().set_model(model)
         self._statistics = None
         if not is_attached(model):

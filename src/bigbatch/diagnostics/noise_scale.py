@@ -14,13 +14,13 @@ from bigbatch.engine.statistics import UpdateStatistics
 class NoiseScale(Callback):
     """Estimates the gradient noise scale from the gradients of micro-batches, while training.
 
-    The critical batch size is where a larger batch stops paying off. Far below it, twice the
-    batch makes nearly twice the progress per update; far above it, hardly any more (McCandlish
-    et al. 2018). Training is the same with and without this callback. Every epoch it logs
-    `noise_scale`, the critical batch size in samples; NaN while that is not yet known.
+    Above the critical batch size a larger batch stops paying off. Far below it, a batch twice
+    as large makes nearly twice the progress per update; far above it, hardly any more
+    (McCandlish et al. 2018). The callback does not change training. Every epoch it logs
+    `noise_scale`, the critical batch size in samples, or NaN while that is not yet known.
 
     An estimate needs two micro-batches per update and tens to hundreds of updates. It grows
-    as the loss falls, and says nothing about how a model generalises. With dropout it
+    as the loss falls, and does not say how well a model generalises. With dropout it
     includes the noise of the draws; with batch normalisation, masks or weights it is
     approximate.
 
@@ -42,10 +42,10 @@ class NoiseScale(Callback):
         super().__init__()
         self._statistics: UpdateStatistics | None = None
         self.history: list[Estimate] = []
-        """What was known at the end of each epoch."""
+        """The estimates at the end of each epoch."""
 
     def set_model(self, model: Any) -> None:
-        """Have the gradients of a model's micro-batches measured."""
+        """Begin to measure the gradients of a model's micro-batches."""
         super().set_model(model)
         statistics = observe(model, what="NoiseScale", with_noise=True)
         if statistics is not self._statistics:

@@ -1,4 +1,4 @@
-"""One update, looked at: what it did to a model, and what it takes."""
+"""Observe one update: its effect on a model, and its time and memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UPDATES = 3
 
 @dataclass(frozen=True)
 class Update:
-    """What one update did."""
+    """The effect of one update."""
 
     names: list[str]
     gradients: list[np.ndarray | None]

@@ -48,7 +48,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Verification:
-    """The full batch and the accumulated batch, compared on a user's own model.
+    """The result of comparing the full batch and the accumulated batch on a user's model.
 
     `print` it, or see `ok`, `verdict` and `hazards`.
     """
@@ -106,7 +106,7 @@ class Verification:
         )
 
     def raise_if_different(self) -> Verification:
-        """Raise a `DifferenceError` unless `ok`; return this."""
+        """Raise a `DifferenceError` unless `ok`; return this result."""
         if not self.ok:
             raise DifferenceError(str(self))
         return self

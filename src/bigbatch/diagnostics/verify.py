@@ -50,15 +50,15 @@ def verify(
 ) -> Verification:
     """Compare one update of the full batch with one from micro-batches, on this model.
 
-    Both are made as `fit` makes them, from the same weights, and undone: the model, its
-    optimizer and its random state are as before (and built, if they were not). Causes of a
-    difference are found by trying: layers that draw random numbers, layers that mix samples,
-    and losses that compare samples.
+    Both updates are made as `fit` makes them, from the same weights, and undone: the model, its
+    optimizer and its random state are as before (and built, if they were not). `verify` finds
+    the causes of a difference by trying: layers that draw random numbers, layers that mix
+    samples, and losses that compare samples.
 
     Args:
         model: a compiled Keras 3 model (on TensorFlow, JAX or torch), on one device.
         x: the inputs of one batch: arrays or tensors, in any nest; or a data set (`tf.data`,
-            `keras.utils.PyDataset`), whose first batch is taken.
+            `keras.utils.PyDataset`), whose first batch is used.
         y: the targets, if there are any.
         sample_weight: weights of the samples, if there are any.
         microbatch_size: samples per micro-batch, as for `accumulate`.

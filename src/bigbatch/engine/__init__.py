@@ -1,1 +1,1 @@
-"""What a batch goes through in `fit`, written once for every backend."""
+"""The training of a batch in `fit`, written once for every backend."""

@@ -37,30 +37,30 @@ def accumulate(
 
     `fit`, callbacks, the optimizer and saving work unchanged. There are two modes:
 
-    - `microbatch_size=32` cuts the batches that `fit` is given: `fit(batch_size=256)` makes
-      one update of 256 samples, and holds 32 of them on the device at a time;
+    - `microbatch_size=32` cuts the batches of `fit`: `fit(batch_size=256)` makes one update
+      of 256 samples, and holds 32 of them on the device at a time;
     - `accumulation_steps=8` groups the batches of the data set: eight of them make one update.
       The last window of an epoch may be shorter; it is applied before validation.
 
     The model's own `train_step` runs on each micro-batch; its gradients are collected, and
-    the optimizer gets one gradient list per update. What is saved is the plain model. If a
-    batch fails, metrics, moving statistics and weights are those before it.
+    the optimizer gets one list of gradients per update. `save` writes the plain model. If a
+    batch fails, metrics, moving statistics and weights keep their values from before it.
 
-    Every term of the loss is divided by what it has in the whole batch: samples, valid
-    elements under a mask, the sum of the sample weights. What a custom loss, `add_loss` or
-    `compute_loss` divides by is found by trying with samples of the first batch. For a custom
-    `train_step` it is a mean or a sum over samples; that, too, is found by trying.
+    Every term of the loss is divided by its denominator in the whole batch: samples, valid
+    elements under a mask, or the sum of the sample weights. For a custom loss, `add_loss` or
+    `compute_loss`, the denominator is found by trying samples of the first batch. For a
+    custom `train_step`, the check of the first batch finds whether it is a mean or a sum.
 
-    Can be called before or after `compile`, after `load_model`, and again with another
-    setting. `restore` undoes it.
+    You can call `accumulate` before or after `compile`, after `load_model`, and again with
+    another setting. `restore` undoes it.
 
     Args:
         model: a Keras 3 model (on TensorFlow, JAX or torch), or a Keras 2 model (`tf_keras`, or
             `tf.keras` of TensorFlow 2.10 to 2.15).
         microbatch_size: samples per micro-batch; under a `tf.distribute` strategy, per
-            micro-batch and replica. "auto": the largest that fits the device, measured at the
-            first batch; a batch that still runs out of memory is rolled back and run again
-            with micro-batches half as large.
+            micro-batch and replica. "auto" chooses the largest size that fits the device,
+            measured at the first batch; a batch that still runs out of memory is rolled back
+            and run again with micro-batches half as large.
         accumulation_steps: batches of the data set per update: a number, or a function from
             the number of updates made to one (a batch-size schedule).
         batch_norm: how BatchNormalization works: "pooled" (it normalises with the statistics
@@ -68,28 +68,27 @@ def accumulate(
             of the whole batch), "exact" or an `ExactBatchNorm` (it normalises with the
             statistics of the whole batch, gradients included, over all replicas: micro-batches
             run in stages, which takes more time; Keras 3 on TensorFlow or JAX), "microbatch"
-            (as Keras has it) or "frozen" (inference mode). But for "exact", on several
-            replicas a micro-batch's statistics come from one replica, also with
-            `synchronized=True`.
+            (as in plain Keras) or "frozen" (inference mode). Except with "exact", the statistics
+            of a micro-batch come from one replica, even with `synchronized=True`.
         coupled: whether the loss is computed on the whole batch, as contrastive losses and
-            losses that divide by labels must be. Then two passes are made over a batch: outputs
-            first, the loss of the whole batch, and gradients in the second pass. That is exact
-            for every loss of the outputs, for one more forward pass. "auto": if a trial with
-            samples of the first batch shows that the loss is neither a mean nor a sum over
-            samples. `True` raises an error where two passes are not possible: with a custom
-            `train_step`, or a layer that mixes samples. With `batch_norm="exact"` outputs are
-            gathered instead, in one pass.
+            losses that divide by labels must be. If it is, a batch takes two passes: the first
+            computes the outputs, then comes the loss of the whole batch, and the second pass
+            computes the gradients. This is exact for every loss of the outputs, and costs one
+            more forward pass. "auto" does it if a trial with samples of the first batch shows
+            that the loss is neither a mean nor a sum over samples. `True` raises an error if
+            two passes are not possible: with a custom `train_step`, or a layer that mixes
+            samples. With `batch_norm="exact"` outputs are gathered instead, in one pass.
         check: what to do if updates will not equal the full batch. Before the first
             update the real `train_step` runs on five samples of the first batch, in one part
             and cut unequally, and gradients, logged values and assigned variables are
             compared; all of it is undone. "warn" gives a `bigbatch.NotEqualWarning` that
-            names what differs, "raise" raises a `DifferenceError`, "off" does not look.
+            names the cause, "raise" raises a `DifferenceError`, "off" skips the check.
         sparse_gradients: how the gradient of an embedding table is kept until the update, on
-            TensorFlow. "rows": the rows that were looked up, as the full batch has them; their
-            memory grows with the batch. "dense": one sum as large as the table. That is another
-            update where rows repeat and the optimizer does not add them up (Keras' Adam and
-            most others): the check says so. With an optimizer for which both are the same
-            update (SGD and Lion without clipping), "rows" takes the smaller one by itself.
+            TensorFlow. "rows" keeps the rows that were looked up, as in the full batch; their
+            memory grows with the batch. "dense" keeps one sum as large as the table. If rows
+            repeat, and the optimizer does not add them up (Keras' Adam and most others), the
+            update is different, and the check says so. If both give the same update (SGD and
+            Lion without clipping), "rows" chooses the smaller of the two.
 
     Returns:
         The same model.
@@ -122,7 +121,7 @@ def microbatch_size(model: Any) -> int | None:
         model: a model, or a `loss_fn` that was passed to `value_and_gradients` with "auto".
 
     Returns:
-        The number given to `accumulate`, or the one that "auto" has chosen; `None` if it has
+        The number passed to `accumulate`, or the size that "auto" has chosen; `None` if it has
         not chosen yet, in window mode, and for a model that does not accumulate.
     """
     if callable(model) and backend_of(model) is None:

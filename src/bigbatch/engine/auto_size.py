@@ -1,4 +1,4 @@
-"""Micro-batches as large as the device has memory for: chosen, and made smaller if need be."""
+"""Choose micro-batches as large as memory allows, and make them smaller if need be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said before training: how batches are made up, and what layers do with them."""
+"""The lines before training: how batches are made up, and how layers treat them."""
 
 from __future__ import annotations
 

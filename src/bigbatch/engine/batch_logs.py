@@ -1,4 +1,4 @@
-"""What is logged of a batch: metrics, and what `train_step` returns besides."""
+"""The logs of a batch: metrics, and other values that `train_step` returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MetricResult(NamedTuple):
 
 
 class BatchLogs:
-    """Adds up what micro-batches log, and updates once what is updated once per batch.
+    """Adds up the logs of micro-batches, and updates metrics that are updated once per batch.
 
     Most metrics are up to date when a micro-batch has run. What Keras updates with one number
     per batch, such as the mean of its loss, is updated when the number of all replicas is

@@ -1,4 +1,4 @@
-"""Take the gradients that a `train_step` hands to its optimizers, without an update."""
+"""Capture the gradients that a `train_step` passes to its optimizers, without an update."""
 
 from __future__ import annotations
 

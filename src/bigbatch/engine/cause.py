@@ -1,4 +1,4 @@
-"""Why micro-batches differ from the full batch: what to call it, and what to do about it."""
+"""Why micro-batches differ from the full batch: causes by name, and what to do about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the micro-batches of a batch come from."""
+"""Feeds: they supply the micro-batches of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model's `fit` meets a trainer: attributes of the instance.
+"""Connect a model's `fit` with a trainer, by attributes of the instance.
 
 Keras honours them, and neither saves nor copies them.
 """

@@ -1,4 +1,4 @@
-"""What each part of a loss does with a part of the batch; decided before the first update."""
+"""How each part of a loss adds up over parts of the batch; decided before the first update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss does with parts of a batch, found by trying on samples of the first batch.
+"""Find what a loss divides by, by trying it on samples of the first batch.
 
 The same samples are given to each part of the loss whole and cut into two unequal parts. If
 the value for all of them is the mean of the values for the parts, weighted by samples, it is a

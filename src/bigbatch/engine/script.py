@@ -1,4 +1,4 @@
-"""Run a script as it is, with every `fit` of a Keras model accumulated.
+"""Run an unmodified script with gradient accumulation in every `fit` of a Keras model.
 
 Nothing of Keras is imported here: the script may have something to set up before it does.
 """

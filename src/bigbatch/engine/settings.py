@@ -1,4 +1,4 @@
-"""What the user has asked for: how a model accumulates."""
+"""The settings of a model: how it accumulates."""
 
 from __future__ import annotations
 

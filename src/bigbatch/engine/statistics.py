@@ -1,4 +1,4 @@
-"""What is noted of updates while they are made, for callbacks to read."""
+"""Numbers that are recorded while updates are made, for callbacks to read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROOM = 1024
 
 
 class UpdateStatistics:
-    """Notes of how many micro-batches and samples updates were made, and how noisy they were.
+    """Records the micro-batches, the samples and the noise of updates.
 
     `note` is called in a graph; the rest is for Python to read.
 

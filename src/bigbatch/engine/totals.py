@@ -1,4 +1,4 @@
-"""What travels from micro-batches to the update, each a value that adds up."""
+"""The typed values that travel from micro-batches to the update; they all add up."""
 
 from __future__ import annotations
 

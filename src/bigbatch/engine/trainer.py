@@ -1,4 +1,4 @@
-"""Trains a model on what `fit` hands over, and leaves it unharmed if a batch fails."""
+"""Train a model on the batches of `fit`, and leave it unharmed if a batch fails."""
 
 from __future__ import annotations
 

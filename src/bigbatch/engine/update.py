@@ -1,4 +1,4 @@
-"""One update of a model, from what its micro-batches gave."""
+"""One update of a model, from the totals of its micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bigbatch.engine.totals import ReplicaTotals, Totals
 
 
 class Update:
-    """Hands the gradients of a batch to the optimizers, once, and moves what moves once.
+    """Passes the gradients of a batch to the optimizers, and changes state once per batch.
 
     Args:
         model: a Keras model.

@@ -51,21 +51,21 @@ def plan(
     measure_time: bool = False,
     verbose: bool = True,
 ) -> Plan:
-    """Plan how to train with a batch size: which micro-batch fits, and what it takes.
+    """Plan how to train with a batch size: which micro-batch fits, and what memory it needs.
 
-    Makes updates with micro-batches of several sizes, reads how much memory they take, and
-    undoes them: the model is as before (and built, if it was not). A model for which
-    `accumulate` has been called is planned for as it is set up there.
+    `plan` makes updates with micro-batches of several sizes, reads how much memory they take,
+    and undoes them: the model is as before (and built, if it was not). If `accumulate` has been
+    called for the model, its settings are used.
 
     Args:
         model: a compiled Keras 3 model (on TensorFlow, JAX or torch).
-        x: inputs, as `fit` takes them: arrays or tensors, in any nest; or a `tf.data.Dataset`
-            or `keras.utils.PyDataset` of batches. Then the batch with the longest samples is
-            planned for.
+        x: inputs, as for `fit`: arrays or tensors, in any nest; or a `tf.data.Dataset` or
+            `keras.utils.PyDataset` of batches. From a data set, the batch with the longest
+            samples is used.
         y: targets; `None` if `x` has them, or there are none.
         batch_size: the samples of an update, on all replicas.
-        memory_limit: the memory to plan for, in bytes or as text ("8GiB"): of a device that
-            has it for this model alone. If not given, what this device has.
+        memory_limit: the memory to plan for, in bytes or as text ("8GiB"), of a device that
+            holds only this model. The default is the memory of this device.
         sample_weight: weights of the samples, if there are any.
         measure_time: whether to measure the time of an update, too.
         verbose: whether to show progress.

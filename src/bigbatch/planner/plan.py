@@ -25,7 +25,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Parts:
-    """What the memory is for, in bytes."""
+    """The uses of memory, in bytes."""
 
     weights: int
     optimizer: int
@@ -40,7 +40,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which micro-batch size to train with, what it takes, and why.
+    """The micro-batch size to train with, its memory and time, and the reasons for it.
 
     `print(plan)` shows a table, `plan.plot()` draws it, `plan.to_dict()` is for machines.
     """
@@ -94,7 +94,7 @@ class Plan:
     def peak(self, microbatch_size: int) -> int:
         """Return the most bytes in use with micro-batches of a size, measured or predicted.
 
-        If a batch does not have so many samples, of a batch that has.
+        If a batch has fewer samples, the peak is that of a larger batch.
         """
         size = positive_integer(microbatch_size, "microbatch_size")
         more = max(0, size - self.share) * self.parts.batch // self.share

@@ -1,4 +1,4 @@
-"""What `fit` hands to a train function on JAX: batches of NumPy or JAX arrays."""
+"""The data that `fit` passes to a train function on JAX: batches of NumPy or JAX arrays."""
 
 from __future__ import annotations
 

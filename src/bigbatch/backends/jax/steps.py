@@ -1,4 +1,4 @@
-"""What a `train_step` does with weights and optimizers, which is undone until the update.
+"""Changes that a `train_step` makes to weights and optimizers, undone until the update.
 
 While a micro-batch runs, an update leaves its variables as they are, or gives them the results
 of the real update once that has been made. Either is marked in the trace, which so tells what

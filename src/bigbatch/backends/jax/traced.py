@@ -1,4 +1,4 @@
-"""What a function does with a micro-batch, as its trace on JAX shows."""
+"""A function of a micro-batch, and facts about it from its trace on JAX."""
 
 from __future__ import annotations
 

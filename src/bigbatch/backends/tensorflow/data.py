@@ -1,4 +1,4 @@
-"""What `fit` hands to a train function."""
+"""The data that `fit` passes to a train function."""
 
 from __future__ import annotations
 

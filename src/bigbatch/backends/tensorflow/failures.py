@@ -1,4 +1,4 @@
-"""Errors of TensorFlow about the number of samples, in the words of who cuts batches."""
+"""Explain errors of TensorFlow about the number of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What bigbatch needs to know of the optimizers of Keras 2: `tf_keras`, `tf.keras` to 2.15.
+"""The optimizers of Keras 2: `tf_keras`, and `tf.keras` up to TensorFlow 2.15.
 
 There are two kinds, `keras.optimizers.Optimizer` (in 2.10 `optimizers.experimental`) and
 `keras.optimizers.legacy`. Private names of both are in here only, and are pinned by

@@ -1,4 +1,4 @@
-"""What bigbatch needs to know of the optimizers of Keras 3."""
+"""The optimizers of Keras 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fit` hands to a train function: a list with one batch."""
+"""The data that `fit` passes to a train function: a list with one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few samples of a batch, to try on a model what they do, on torch."""
+"""A few samples of a batch, to try a model with, on torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calling a model does, found by trying: torch has no graph to look at."""
+"""Find out by trying what calling a model does: torch has no graph to inspect."""
 
 from __future__ import annotations
 
