@@ -16,12 +16,12 @@ Keras ships its own test suite in its package. `make upstream` runs it twice mor
 gradient accumulation switched on in every `fit`: once with each batch cut into micro-batches
 ({split}), once with batches grouped into windows ({window}). It also trains
 small programs built from `keras_hub`, `keras_rs`, `keras_tuner` and `adapt`, and compares their
-weights with those of plain training.
+weights with the weights from plain training.
 
 A test *differs* if it passes in plain Keras and does not pass with accumulation. The command
-fails if anything differs that is not in its list of permitted differences.
+fails if a test differs that is not in its list of permitted differences.
 
-Run on {versions}. Each row of the table names the commit that it ran on.
+The tests ran with {versions}. Each row of the table names the commit that it ran on.
 """
 
 

@@ -76,7 +76,7 @@ PERMITTED: tuple[Permitted, ...] = (
         "keras_hub.resnet",
         BOTH,
         "BatchNormalization normalises with the statistics of micro-batches.",
-        'By default; `batch_norm="exact"` takes the statistics of the batch.',
+        'By default; `batch_norm="exact"` uses the statistics of the batch.',
     ),
     Permitted(
         "keras_hub.clip_logits",
