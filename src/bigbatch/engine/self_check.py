@@ -266,7 +266,7 @@ class SelfCheck:
         effects |= phases.effects_of_two_passes
         if effects:
             return (
-                f"train_step has effects that cannot be undone ({', '.join(sorted(effects))})"
+                f"train_step's effects cannot be undone ({', '.join(sorted(effects))})"
             )
         if not self._norm.can_be_switched():
             return "a BatchNormalization layer cannot be frozen for the check"
