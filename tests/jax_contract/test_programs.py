@@ -123,7 +123,7 @@ def test_weights_that_a_train_step_makes_of_samples_are_refused():
 
     model = compiled(Moves([keras.Input((5,)), keras.layers.Dense(3)]), microbatch_size=8)
     before = model.get_weights()
-    with pytest.raises(ContextError, match="computes weights.* from samples"):
+    with pytest.raises(ContextError, match="computes weights, or variables"):
         model.fit(X, Y, batch_size=21, verbose=0)
     assert largest_difference(model.get_weights(), before) == 0
 

@@ -265,9 +265,7 @@ class SelfCheck:
         effects = {name for one in phases.passes for name in one.runs.effects()}
         effects |= phases.effects_of_two_passes
         if effects:
-            return (
-                f"train_step's effects cannot be undone ({', '.join(sorted(effects))})"
-            )
+            return f"train_step's effects cannot be undone ({', '.join(sorted(effects))})"
         if not self._norm.can_be_switched():
             return "a BatchNormalization layer cannot be frozen for the check"
         return backend.few_samples.obstacle(model)
