@@ -68,8 +68,8 @@ def accumulate(
             of the whole batch), "exact" or an `ExactBatchNorm` (it normalises with the
             statistics of the whole batch, gradients included, over all replicas: micro-batches
             run in stages, which takes more time; Keras 3 on TensorFlow or JAX), "microbatch"
-            (as in plain Keras) or "frozen" (inference mode). Except with "exact", a micro-batch's
-            statistics come from one replica, even with `synchronized=True`.
+            (as in plain Keras) or "frozen" (inference mode). Except with "exact", statistics
+            of a micro-batch come from one replica, even with `synchronized=True`.
         coupled: whether the loss is computed on the whole batch, as contrastive losses and
             losses that divide by labels must be. If it is, a batch takes two passes: the first
             computes the outputs, then comes the loss of the whole batch, and the second pass
