@@ -277,6 +277,12 @@ def test_a_function_that_draws_can_be_used_again(options, mode):
     assert np.isfinite(found.model.predict(DENSE_X, verbose=0)).all()
 
 
+def test_a_draw_without_a_seed_also_in_inference(mode):
+    """What is tried beforehand must not move the generator that all such draws share."""
+    case = Case(stacked(lambda: Draws(from_the_global_seed)))
+    check_same(case.accumulate(mode), case.train(), TOLERANCE["float32"])
+
+
 def test_a_metric_that_the_model_does_not_list(mode):
     class Hides(keras.Sequential):
         metrics = property(lambda self: [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import threading
 from contextlib import AbstractContextManager as Block
@@ -263,6 +264,12 @@ def _functions_of(op: Any) -> list[Any]:
 _functions_inlined = _SharedReplacement()
 _call_function: Any = polymorphic_function and polymorphic_function.Function.__call__
 _inlining = threading.local()
+
+
+def global_seeds() -> Any:
+    """Return what Keras 3 draws from without a seed; `None` before the first such draw."""
+    state = importlib.import_module("keras.src.backend.common.global_state")
+    return state.get_global_attribute("global_seed_generator")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,12 @@ import tensorflow as tf
 from bigbatch.backends.exact_refusals import refuse_exact
 from bigbatch.backends.keras import optimizers_of
 from bigbatch.backends.keras3 import Keras3
-from bigbatch.backends.tensorflow.compat import inlined_functions, is_compiled, variables_of
+from bigbatch.backends.tensorflow.compat import (
+    global_seeds,
+    inlined_functions,
+    is_compiled,
+    variables_of,
+)
 from bigbatch.backends.tensorflow.data import next_of, on_next, without_optionals
 from bigbatch.backends.tensorflow.exact.moments import moments_of_batch
 from bigbatch.backends.tensorflow.longest import longest
@@ -98,6 +103,11 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
         )
         with strategy.scope():
             model._symbolic_build(data_batch=data_batch)
+
+    def state_of(self, model: Any) -> list[Any]:
+        """Return what every Keras 3 model has, and the state of draws without a seed."""
+        seeds = None if model._distribute_strategy is not None else global_seeds()
+        return [*super().state_of(model), *([] if seeds is None else [seeds.state.value])]
 
     def refuse_exact(self, model: Any, layers: list[Any]) -> None:
         moments = self.keras.layers.BatchNormalization._moments
