@@ -26,7 +26,15 @@ MAY_IMPORT = {
     "cli": {"demo", "planner", "diagnostics", "engine", "core", "errors", "__version__"},
 }
 """What a package may import of bigbatch, beside itself."""
+TF1 = "loops/tf1.py"
+"""The file for TensorFlow 1, which ends at Python 3.7."""
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras", "torch", "jax"}
+
+
+def may_import(path: str) -> set[str]:
+    """Return the parts of bigbatch that a file may import."""
+    package = path.split("/")[0].split(".")[0]
+    return {"core", "errors"} if path == TF1 else {package, *MAY_IMPORT[package]}
 
 
 def allowed_frameworks(path: str) -> set[str]:
@@ -60,7 +68,7 @@ def violations(path: str, source: str) -> list[str]:
             top, *rest = name.split(".")
             if top in FRAMEWORKS - allowed_frameworks(path):
                 found.append(f"{path}: {name}")
-            if top == "bigbatch" and rest[0] not in {package, *MAY_IMPORT[package]}:
+            if top == "bigbatch" and rest[0] not in may_import(path):
                 found.append(f"{path}: {name}")
             # The parts of other packages that know TensorFlow are reached by an interface.
             if name.startswith("bigbatch.backends.tensorflow") and package not in (
@@ -130,21 +138,30 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str] | None:
     return None
 
 
-def test_tensorflow_1_needs_no_private_names_and_no_new_syntax():
-    """TensorFlow 1.14 runs on Python 3.7, and has not the names that `compat` wants."""
-    files = modules()
-    needed, left = set(), ["loops.tf1"]
-    graph = imports_of(files)
-    while left:
-        name = left.pop()
-        needed.add(name)
-        left += graph[name] - needed
-    assert "core.window" in needed
-    assert "backends.tensorflow.compat" not in needed
-    assert not any(name.startswith("engine") for name in needed)
-    for name in needed:
-        source = files[name.replace(".", "/") + ".py"]
+def runs_on_tensorflow_1(path: str) -> bool:
+    """Say whether Python 3.7 reads a file: that for TensorFlow 1, and what it may import."""
+    return path == TF1 or path.split("/")[0].split(".")[0] in may_import(TF1)
+
+
+def parses_with_python_3_7(source: str) -> bool:
+    try:
         ast.parse(source, feature_version=(3, 7))
+    except SyntaxError:
+        return False
+    return True
+
+
+def test_tensorflow_1_needs_no_new_syntax():
+    files = {"__init__.py": (SOURCE / "__init__.py").read_text(), **modules()}
+    bound = {path for path in files if path == "__init__.py" or runs_on_tensorflow_1(path)}
+    assert {TF1, "errors.py", "core/window.py", "core/versions.py"} <= bound
+    assert [path for path in sorted(bound) if not parses_with_python_3_7(files[path])] == []
+
+
+def test_the_guard_of_syntax_can_fail():
+    assert parses_with_python_3_7("x = 1")
+    assert not parses_with_python_3_7("if (x := 1): pass")
+    assert not parses_with_python_3_7("def f(x, /): pass")
 
 
 def test_files_and_functions_are_short():
@@ -181,6 +198,8 @@ def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
         ("loops/buffers.py", "import keras"),
         ("loops/buffers.py", "from bigbatch.engine import trainer"),
         ("loops/buffers.py", "from bigbatch import GradientAccumulator"),
+        (TF1, "from bigbatch.loops.checks import checked_weight"),
+        (TF1, "from bigbatch.backends.tensorflow.values import widen"),
         ("planner/plan.py", "from bigbatch.diagnostics import verify"),
         ("errors.py", "from bigbatch.core.window import is_full"),
         ("engine/trainer.py", "from .phases import Phases"),

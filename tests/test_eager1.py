@@ -10,8 +10,6 @@ import pytest
 import tensorflow as tf
 
 import bigbatch
-from bigbatch.backends.tensorflow import v1_optimizers
-from bigbatch.backends.tensorflow.values import as_gradient_of
 from bigbatch.errors import ArgumentError, BigbatchError, ContextError
 from bigbatch.loops import tf1 as eager1
 from bigbatch.loops.tf1 import GradientAccumulator
@@ -94,8 +92,7 @@ def test_equals_the_full_batch(name, partition):
 
 def test_a_mean_of_means_would_be_seen(monkeypatch):
     test_equals_the_full_batch("train.Adam", "unequal")
-    weight = tf.constant(1.0, tf.float64)
-    monkeypatch.setattr(eager1, "checked_weight", lambda _: weight)
+    monkeypatch.setattr(eager1, "checked_weight", lambda *_: (None, 1.0))
     with pytest.raises(AssertionError):
         test_equals_the_full_batch("train.Adam", "unequal")
 
@@ -167,7 +164,8 @@ def test_rows_stay_rows_and_mix_with_dense_gradients():
         return [tf.IndexedSlices(tf.constant(values), tf.constant(indices))]
 
     accumulator.accumulate(rows([3, 1, 3], [[1.0], [2.0], [3.0]]), weight=1)
-    accumulator.accumulate(rows([1], [[4.0]]), weight=3)
+    accumulator.accumulate(rows(np.array([1]), [[4.0]]), weight=3)  # int64, above int32
+    accumulator.deserialize(accumulator.serialize())
     (gradient,) = accumulator.gradients
     assert gradient.indices.numpy().tolist() == [3, 1, 3, 1]
     np.testing.assert_allclose(gradient.values.numpy(), [[0.25], [0.5], [0.75], [3.0]])
@@ -241,6 +239,7 @@ def test_a_failed_update_keeps_the_window():
         ([None, None], "all None"),
         ([[1.0, 1.0, 1.0], None], "(3,)"),
         ([1, None], "int32"),
+        ([None, tf.SparseTensor([[0]], [1.0], [2])], "shape (1,)"),
     ],
 )
 def test_bad_gradients(gradients, received):
@@ -329,12 +328,14 @@ def test_replicas_equal_the_full_batch(mirrored, name, shares):
 
 @only_one
 def test_whole_gradients_instead_of_shares_would_be_seen(mirrored, monkeypatch):
-    def whole(variable, gradient, share):
-        one = tf.constant(1.0, tf.float64)
-        return as_gradient_of(variable, gradient, one)
+    scaled = eager1.scaled
+
+    def whole(value, factor, *of):
+        is_share = factor == 1 / 2
+        return scaled(value, 1.0 if is_share else factor, *of)
 
     test_replicas_equal_the_full_batch(mirrored, "train.Momentum", "uneven")
-    monkeypatch.setattr(v1_optimizers, "as_gradient_of", whole)
+    monkeypatch.setattr(eager1, "scaled", whole)
     with pytest.raises(AssertionError):
         test_replicas_equal_the_full_batch(mirrored, "train.Momentum", "uneven")
 

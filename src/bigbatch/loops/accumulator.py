@@ -12,14 +12,10 @@ import tensorflow as tf
 from bigbatch.backends.tensorflow.compat import eagerly, outside_strategy_scope, under_xla
 from bigbatch.backends.tensorflow.optimizers import adapted
 from bigbatch.backends.tensorflow.sparse_rows import has_repeated_rows
+from bigbatch.core.loop_checks import checked_gradients, checked_variables
 from bigbatch.core.window import is_full, window_length
 from bigbatch.errors import ContextError, explain
-from bigbatch.loops.checks import (
-    checked_among,
-    checked_gradients,
-    checked_variables,
-    checked_weight,
-)
+from bigbatch.loops.checks import checked_among, checked_weight
 from bigbatch.loops.window import GradientWindow
 
 _unconverted = tf.autograph.experimental.do_not_convert
@@ -172,7 +168,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
                 negative. With zero the gradients are ignored, even if they are NaN.
         """
         self._window.refuse_wrong_replica()
-        gradients = checked_gradients(gradients, self._variables)
+        gradients = checked_gradients(gradients, self._variables, tf.convert_to_tensor)
         repeated = [
             given or has_repeated_rows(gradient)
             for given, gradient in zip(self._repeated, gradients)

@@ -11,6 +11,7 @@ from bigbatch.backends.tensorflow.batch import Batch
 from bigbatch.backends.tensorflow.dependence import changed_in
 from bigbatch.backends.tensorflow.memory import Memory
 from bigbatch.backends.tensorflow.rollback import way_back
+from bigbatch.backends.tensorflow.variables import native
 from bigbatch.core.size_search import (
     choices_of,
     largest_that_fits,
@@ -102,11 +103,5 @@ def auto_size(
     places = repr(tf.nest.map_structure(id, variables))
     key = (getattr(owner, "__name__", ""), id(forward), places)
     if key not in choices:
-        choices[key] = AutoSize(function, map(_variable, tf.nest.flatten(variables)))
+        choices[key] = AutoSize(function, map(native, tf.nest.flatten(variables)))
     return choices[key]
-
-
-def _variable(one: Any) -> Any:
-    """Return the TensorFlow variable of a variable of Keras, or of itself."""
-    value = getattr(one, "value", one)
-    return one if callable(value) else value

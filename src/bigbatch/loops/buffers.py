@@ -147,9 +147,9 @@ class GradientBuffer:
             self._used.assign(0)
 
     def put(self, value: Any) -> None:
-        """Make `value` this replica's sum; the buffer has no rows."""
-        if isinstance(value, tf.IndexedSlices):
-            self._append(value.values, tf.cast(value.indices, tf.int64), UNTIL_FLUSH)
+        """Make a tensor, or values and indices, this replica's sum; the buffer has no rows."""
+        if isinstance(value, tuple):
+            self._append(value[0], tf.cast(value[1], tf.int64), UNTIL_FLUSH)
         elif value is not None:
             self._has_sum = True
             self._sum.assign(value)

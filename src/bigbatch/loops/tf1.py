@@ -1,31 +1,28 @@
-"""`GradientAccumulator` for TensorFlow 1.14, in eager code: plain Python, no graph."""
+"""`GradientAccumulator` for TensorFlow 1.14, in eager code: plain Python, no graph.
+
+This file, with `core/`, is all of bigbatch that runs on TensorFlow 1 and on Python 3.7.
+"""
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import Any, Iterable, List, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from bigbatch.backends.tensorflow.plain_optimizers import checked_optimizer
-from bigbatch.backends.tensorflow.replicas import refuse_elsewhere, refuse_inside, scope_now
-from bigbatch.backends.tensorflow.v1_optimizers import apply_shares
-from bigbatch.backends.tensorflow.values import (
-    WEIGHT_DTYPE,
-    added,
-    as_gradient_of,
-    kind_of,
-    widen,
-)
-from bigbatch.core.window import AccumulationSteps, is_full, window_length
-from bigbatch.errors import ContextError, explain
-from bigbatch.loops.checks import (
+from bigbatch.core.loop_checks import (
     checked_gradients,
+    checked_optimizer,
     checked_variables,
     checked_weight,
+    refuse_elsewhere,
+    refuse_inside,
 )
-from bigbatch.loops.window_arrays import arrays_of, sums_of
+from bigbatch.core.window import AccumulationSteps, is_full, window_length
+from bigbatch.core.window_arrays import arrays_of, sums_of
+from bigbatch.errors import ContextError, explain
 
 
 class _Part(NamedTuple):
@@ -77,7 +74,8 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         self._accumulation_steps = accumulation_steps
         self._variables = checked_variables(variables)
         self._optimizer = checked_optimizer(optimizer)
-        self._scope = scope_now()
+        strategy = tf.distribute.get_strategy()
+        self._scope = strategy if tf.distribute.has_strategy() else None
         self._updates = 0
         self.reset()
 
@@ -89,7 +87,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
     @property
     def total_weight(self) -> float:
         """The weight of the window so far, over all replicas."""
-        refuse_inside(self._scope, "total_weight")
+        self._refuse_replica_context("total_weight")
         return sum((part.weight for part in self._parts.values()), 0.0)
 
     @property
@@ -103,14 +101,12 @@ class GradientAccumulator(tf.train.experimental.PythonState):
 
         A variable that had no gradient in this window has `None`.
         """
-        refuse_inside(self._scope, "gradients")
+        self._refuse_replica_context("gradients")
         weight = self.total_weight
         # Zero if every micro-batch had weight zero: then so is the mean.
-        scale = tf.constant(1 / weight if weight else 0.0, WEIGHT_DTYPE)
-        return [
-            as_gradient_of(variable, value, scale)
-            for variable, value in zip(self._variables, self._sums())
-        ]
+        scale = 1 / weight if weight else 0.0
+        pairs = zip(self._sums(), self._variables)
+        return [scaled(value, scale, variable, variable.dtype) for value, variable in pairs]
 
     def accumulate(self, gradients: Iterable[Any], weight: Any = 1) -> None:
         """Add the gradients of one micro-batch to the window.
@@ -122,50 +118,44 @@ class GradientAccumulator(tf.train.experimental.PythonState):
                 negative. With zero the gradients are ignored, even if they are NaN.
         """
         _refuse_graph("accumulate()")
-        refuse_elsewhere(self._scope)
-        gradients = checked_gradients(gradients, self._variables)
-        weight = checked_weight(weight)
-        replica = int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        context = tf.distribute.get_replica_context()
+        refuse_elsewhere(context, self._scope)
+        gradients = checked_gradients(gradients, self._variables, tf.convert_to_tensor)
+        # Python counts in float64: it counts tokens exactly, float32 stops at 2**24.
+        to_tensor = functools.partial(tf.convert_to_tensor, dtype_hint=tf.float64)
+        _, number = checked_weight(weight, to_tensor, tf.get_static_value)
+        replica = int(context.replica_id_in_sync_group)
         part = self._parts.get(replica) or self._empty()
         sums = [
-            added(value, _weighted(gradient, weight, variable))
+            _added(value, scaled(gradient, number, variable))
             for value, gradient, variable in zip(part.sums, gradients, self._variables)
         ]
-        self._parts[replica] = _Part(sums, part.weight + float(weight), part.micro_batches + 1)
+        self._parts[replica] = _Part(sums, part.weight + number, part.micro_batches + 1)
 
     def apply_when_full(self) -> bool:
-        """Make one update and start over, if the window is full.
-
-        Returns:
-            Whether it did.
-        """
-        refuse_inside(self._scope, "apply_when_full()")
+        """Make one update and start over, if the window is full; return whether it is."""
+        self._refuse_replica_context("apply_when_full()")
         return self._update_if(self.is_full)
 
     def flush(self) -> bool:
-        """Make one update of what the window holds, and start over; nothing if it is empty.
-
-        Returns:
-            Whether there was anything.
-        """
-        refuse_inside(self._scope, "flush()")
+        """Make one update of what the window holds, and start over; `False` if it is empty."""
+        self._refuse_replica_context("flush()")
         return self._update_if(self.step > 0)
 
     def reset(self) -> None:
         """Forget what the window holds."""
-        refuse_inside(self._scope, "reset()")
+        self._refuse_replica_context("reset()")
         self._parts: dict[int, _Part] = {}
 
     def serialize(self) -> bytes:
         """Return the state as bytes; called by `tf.train.Checkpoint`."""
-        file, sums = io.BytesIO(), self._sums()
+        file = io.BytesIO()
         np.savez(
             file,
             updates=np.int64(self._updates),
             micro_batches=np.int64(self.step),
             weight=np.float64(self.total_weight),
-            kinds=np.array([kind_of(value) for value in sums], np.int32),
-            **arrays_of(sums),
+            **arrays_of(self._sums()),
         )
         return file.getvalue()
 
@@ -173,7 +163,11 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         """Restore the state from bytes; called by `tf.train.Checkpoint`."""
         with np.load(io.BytesIO(string_value)) as file:
             arrays = dict(file)
-        sums = sums_of(arrays, self._variables)
+        sums = sums_of(arrays, self._variables, tf.constant)
+        sums = [
+            _rows(*value, variable) if isinstance(value, tuple) else value
+            for value, variable in zip(sums, self._variables)
+        ]
         # The sum over all replicas goes to the first.
         weight, micro_batches = float(arrays["weight"]), int(arrays["micro_batches"])
         self._parts = {0: _Part(sums, weight, micro_batches)} if micro_batches else {}
@@ -187,7 +181,7 @@ class GradientAccumulator(tf.train.experimental.PythonState):
         """Return the sums of the window over all replicas."""
         sums = self._empty().sums
         for _, part in sorted(self._parts.items()):
-            sums = [added(one, other) for one, other in zip(sums, part.sums)]
+            sums = [_added(one, other) for one, other in zip(sums, part.sums)]
         return sums
 
     def _update_if(self, due: bool) -> bool:
@@ -196,29 +190,64 @@ class GradientAccumulator(tf.train.experimental.PythonState):
             return False
         # A schedule that returns nonsense raises here, before anything has changed.
         length = window_length(self._accumulation_steps, self._updates + 1)
-        gradients, variables = self.gradients, self._variables
-        if self._scope is None:
-            self._optimizer.apply_gradients(list(zip(gradients, variables)))
-        else:
-            apply_shares(self._scope, self._optimizer, gradients, variables)
+        self._apply(self.gradients)
         self._updates += 1
         self._length = length
         self.reset()
         return True
 
+    def _apply(self, gradients: list[Any]) -> None:
+        """Make one update of gradients that are those of all replicas."""
+        if self._scope is None:
+            self._optimizer.apply_gradients(list(zip(gradients, self._variables)))
+            return
+        # Optimizers sum over the replicas, whatever they are told: each gets its share.
+        share = 1 / self._scope.num_replicas_in_sync
 
-def _weighted(gradient: Any, weight: Any, variable: Any) -> Any:
-    """Return `weight * gradient` in the type it is added up in, of one variable."""
-    if gradient is None:
+        def on_each_replica() -> None:
+            pairs = zip(gradients, self._variables)
+            self._optimizer.apply_gradients(
+                [(scaled(gradient, share, v, v.dtype), v) for gradient, v in pairs]
+            )
+
+        with self._scope.scope():
+            self._scope.extended.call_for_each_replica(on_each_replica)
+
+    def _refuse_replica_context(self, name: str) -> None:
+        """Raise if the calling code runs inside `experimental_run_v2`."""
+        refuse_inside(tf.distribute.get_replica_context(), self._scope, name)
+
+
+def scaled(value: Any, factor: float, variable: Any, dtype: Any = None) -> Any:
+    """Return `factor * value`, a gradient of `variable`, in `dtype` or in at least float32.
+
+    A factor of zero makes zeros, even of a NaN.
+    """
+    if value is None:
         return None
-    wide = widen(gradient)
-    rows = isinstance(wide, tf.IndexedSlices)
-    values = wide.values if rows else wide
-    # A weight of zero makes zeros: times zero, a NaN would stay one.
-    values = values * tf.cast(weight, values.dtype) if float(weight) else tf.zeros_like(values)
-    if not rows:
-        return values
-    return tf.IndexedSlices(values, wide.indices, tf.constant(variable.shape.as_list()))
+    if isinstance(value, tf.IndexedSlices):
+        return _rows(scaled(value.values, factor, variable, dtype), value.indices, variable)
+    own = tf.as_dtype(variable.dtype)
+    wide = tf.cast(value, tf.float32 if own.size < 4 else own)
+    product = wide * tf.constant(factor, wide.dtype) if factor else tf.zeros_like(wide)
+    return tf.cast(product, dtype or wide.dtype)
+
+
+def _added(one: Any, other: Any) -> Any:
+    """Return the sum of two gradients of one variable, each of any kind."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        indices = tf.concat([one.indices, tf.cast(other.indices, one.indices.dtype)], 0)
+        values = tf.concat([one.values, other.values], 0)
+        return tf.IndexedSlices(values, indices, one.dense_shape)
+    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+
+
+def _rows(values: Any, indices: Any, variable: Any) -> Any:
+    """Return rows of a gradient of `variable`, which can be made dense."""
+    shape = tf.constant(variable.shape.as_list(), tf.int64)
+    return tf.IndexedSlices(values, indices, shape)
 
 
 def _refuse_graph(name: str) -> None:

@@ -18,8 +18,9 @@ from bigbatch.backends.tensorflow.values import (
     as_gradient_of,
     kind_of,
 )
+from bigbatch.core.loop_checks import refuse_elsewhere, refuse_inside
+from bigbatch.core.window_arrays import arrays_of, sums_of
 from bigbatch.loops.buffers import GradientBuffer, local_variable
-from bigbatch.loops.window_arrays import arrays_of, sums_of
 
 
 class GradientWindow:
@@ -32,7 +33,7 @@ class GradientWindow:
 
     def __init__(self, variables: list[Any], length: int) -> None:
         self.strategy = tf.distribute.get_strategy()
-        self._scope = replicas.scope_now()
+        self._scope = self.strategy if tf.distribute.has_strategy() else None
         self._variables = variables
         self._buffers = [GradientBuffer(variable) for variable in variables]
         self._micro_batches = local_variable(tf.zeros([], tf.int64), summed=False)
@@ -48,11 +49,11 @@ class GradientWindow:
 
     def refuse_replica_context(self, name: str) -> None:
         """Raise if the calling code runs inside `strategy.run`."""
-        replicas.refuse_inside(self._scope, name)
+        refuse_inside(tf.distribute.get_replica_context(), self._scope, name)
 
     def refuse_wrong_replica(self) -> None:
         """Raise if the calling code is not where this window's gradients come from."""
-        replicas.refuse_elsewhere(self._scope)
+        refuse_elsewhere(tf.distribute.get_replica_context(), self._scope)
 
     def add(self, gradients: list[Any], weight: Any, repeated: list[bool]) -> None:
         """Add one micro-batch on this replica; the arguments have been checked.
@@ -192,13 +193,13 @@ class GradientWindow:
                 "updates": self.updates.read_value().numpy(),
                 "micro_batches": self.micro_batches().numpy(),
                 "weight": weight.numpy(),
-                "kinds": np.array(kinds, np.int32),
                 **arrays_of(sums),
+                "kinds": np.array(kinds, np.int32),
             }
 
     def restore(self, arrays: Mapping[str, np.ndarray], length: int) -> None:
         """Make the window what `snapshot` returned, whatever the number of replicas was."""
-        sums = sums_of(arrays, self._variables)
+        sums = sums_of(arrays, self._variables, tf.constant)
         self.reset()
         for buffer, value in zip(self._buffers, sums):
             if isinstance(value, tf.Tensor):

@@ -10,6 +10,7 @@ from bigbatch.backends.tensorflow.plain_optimizers import (
     refuse_unknown,
     settings_of,
 )
+from bigbatch.backends.tensorflow.variables import native
 
 
 class Keras3Optimizer(PlainOptimizer):
@@ -30,8 +31,8 @@ class Keras3Optimizer(PlainOptimizer):
         super().__init__(optimizer, variables)
         if not optimizer.built:
             optimizer.build(variables)
-        known = {id(_native(variable)) for variable in variables_of(optimizer)}
-        refuse_unknown(v for v in variables if id(_native(v)) not in known)
+        known = {id(native(variable)) for variable in variables_of(optimizer)}
+        refuse_unknown(v for v in variables if id(native(v)) not in known)
 
     def settings(self) -> tuple[Any, ...]:
         """Return what is read while an update is traced."""
@@ -56,9 +57,3 @@ def adds_up_rows(optimizer: Any) -> bool:
     is_known = all(name.startswith("keras.src.") and ".legacy" not in name for name in modules)
     clips = any(getattr(one, name, None) for one in (optimizer, inner) for name in _CLIPPING)
     return is_known and type(inner).__name__ in _ADD_UP_ROWS and not clips
-
-
-def _native(variable: Any) -> Any:
-    """Return the `tf.Variable` inside a Keras variable, and any other variable as it is."""
-    value = getattr(variable, "value", variable)
-    return variable if callable(value) else value

@@ -2,72 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Iterable
 
 import keras
 import tensorflow as tf
 
+from bigbatch.backends.longest import ROWS, longest_of
 from bigbatch.backends.tensorflow.batch import sample_count
 from bigbatch.backends.tensorflow.data import as_fit_has_it, bytes_of
-from bigbatch.errors import ArgumentError, explain
-
-_ROWS = 16
-"""How many samples are taken."""
 
 
 def longest(x: Any, y: Any, sample_weight: Any) -> Any:
     """Return a batch whose samples are as large as they get in the data."""
-    if isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)):
-        if y is not None or sample_weight is not None:
-            raise ArgumentError(
-                explain(
-                    received=f"y or sample_weight next to x={type(x).__name__}",
-                    expected="a data set that contains its targets and weights",
-                    fix="leave y and sample_weight out",
-                )
-            )
-        return _longest_batch(x)
-    data = (x,) if y is None and sample_weight is None else (x, y, sample_weight)
-    return _longest_rows(data)
+    return longest_of((x, y, sample_weight), _batches(x), _longest_rows, _bytes_per_sample)
 
 
-def _longest_batch(batches: Any) -> Any:
-    if isinstance(batches, tf.data.Dataset):
-        count = int(batches.cardinality())
-        batches = batches if count != tf.data.INFINITE_CARDINALITY else None
-    else:
-        count = batches.num_batches
-        batches = None if count is None else map(batches.__getitem__, range(count))
-    if batches is None:
-        raise ArgumentError(
-            explain(
-                received="a data set without end",
-                expected="a finite data set, which can be searched for the longest samples",
-                fix="pass a part of it: dataset.take(100)",
-            )
-        )
-    longest, most = None, -1.0
-    for batch in batches:
-        batch = _longest_rows(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
-        size = bytes_of(batch) / max(1, int(sample_count(batch)))
-        if size > most:
-            longest, most = batch, size
-    if longest is None:
-        raise ArgumentError(
-            explain(
-                received="a data set without batches",
-                expected="at least one batch",
-                fix="pass the training data",
-            )
-        )
-    return longest
+def _batches(data: Any) -> Iterable[Any] | None:
+    if isinstance(data, tf.data.Dataset):
+        return data if data.cardinality() != tf.data.INFINITE_CARDINALITY else ()
+    if isinstance(data, keras.utils.PyDataset):
+        return map(data.__getitem__, range(data.num_batches or 0))
+    return None
+
+
+def _bytes_per_sample(rows: Any) -> float:
+    return bytes_of(rows) / max(1, int(sample_count(rows)))
 
 
 def _longest_rows(data: Any) -> Any:
     """Return some samples; the longest alone, if those of a batch differ in length."""
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     ragged = [leaf for leaf in leaves if isinstance(leaf, tf.RaggedTensor)]
-    first, count = 0, _ROWS
+    first, count = 0, ROWS
     if ragged:
         lengths = tf.add_n([tf.cast(_elements(leaf), tf.float32) for leaf in ragged])
         first, count = int(tf.argmax(lengths)), 1

@@ -9,8 +9,9 @@ from bigbatch.backends.tensorflow.keras2_optimizers import (
     LegacyKeras2Optimizer,
 )
 from bigbatch.backends.tensorflow.keras3_optimizers import Keras3Optimizer
-from bigbatch.backends.tensorflow.plain_optimizers import PlainOptimizer, checked_optimizer
+from bigbatch.backends.tensorflow.plain_optimizers import PlainOptimizer
 from bigbatch.backends.tensorflow.v1_optimizers import V1Optimizer
+from bigbatch.core.loop_checks import checked_optimizer
 
 _KINDS = (Keras3Optimizer, Keras2Optimizer, LegacyKeras2Optimizer, V1Optimizer)
 

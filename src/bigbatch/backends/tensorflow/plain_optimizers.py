@@ -65,19 +65,6 @@ class SameObject:
         return id(self.value)
 
 
-def checked_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer, if it is one."""
-    if not callable(getattr(optimizer, "apply_gradients", None)):
-        raise ArgumentError(
-            explain(
-                received=f"optimizer={optimizer!r} ({type(optimizer).__name__})",
-                expected="an object with a method apply_gradients(pairs)",
-                fix="pass a Keras optimizer, for example keras.optimizers.Adam()",
-            )
-        )
-    return optimizer
-
-
 def refuse_unknown(variables: Iterable[Any]) -> None:
     """Raise if there are any of these: variables that an optimizer was not built with."""
     unknown = [variable.name for variable in variables]

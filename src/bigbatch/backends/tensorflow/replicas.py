@@ -8,66 +8,12 @@ from typing import Any, Callable
 import tensorflow as tf
 
 from bigbatch.backends.tensorflow.values import widened
-from bigbatch.errors import ContextError, explain
 
 
 def inside_one_of_many() -> bool:
     """Say whether the calling code runs inside `strategy.run` on several replicas."""
     context = tf.distribute.get_replica_context()
     return context is not None and context.num_replicas_in_sync > 1
-
-
-def scope_now() -> Any:
-    """Return the strategy in whose scope the calling code is; `None` if it is in none."""
-    return tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
-
-
-def refuse_inside(scope: Any, name: str) -> None:
-    """Raise if the calling code runs inside `strategy.run`.
-
-    Args:
-        scope: the strategy in whose scope the accumulator was built, if any.
-        name: what was called.
-    """
-    context = tf.distribute.get_replica_context()
-    is_ours = context is not None and context.strategy is scope
-    if inside_one_of_many() or is_ours:
-        raise ContextError(
-            explain(
-                received=f"{name} inside strategy.run",
-                expected=f"{name} outside strategy.run: it concerns all replicas at once",
-                fix="call accumulate inside strategy.run and this after it, for example "
-                f"strategy.run(micro_batch, args=(x, y)); accumulator.{name}",
-            )
-        )
-
-
-def refuse_elsewhere(scope: Any) -> None:
-    """Raise if the calling code is not where an accumulator's gradients come from.
-
-    Args:
-        scope: the strategy in whose scope the accumulator was built, if any.
-    """
-    context = tf.distribute.get_replica_context()
-    if scope is not None:
-        if context is None or context.strategy is not scope:
-            raise ContextError(
-                explain(
-                    received="accumulate() outside strategy.run",
-                    expected="accumulate() on each replica, inside strategy.run",
-                    fix="strategy.run(micro_batch, args=(x, y)) with accumulate() in "
-                    "micro_batch",
-                )
-            )
-    elif inside_one_of_many():
-        raise ContextError(
-            explain(
-                received="accumulate() inside strategy.run of an accumulator that was "
-                "built outside strategy.scope()",
-                expected="an accumulator that knows the strategy",
-                fix="with strategy.scope(): accumulator = GradientAccumulator(...)",
-            )
-        )
 
 
 def sum_from_inside(value: Any) -> Any:

@@ -30,24 +30,15 @@ class V1Optimizer(PlainOptimizer):
         optimizer._create_slots(variables)
 
     def apply(self, strategy: Any, gradients: list[Any]) -> None:
-        """Make one update of gradients that have been reduced over the replicas."""
-        apply_shares(strategy, self._optimizer, gradients, self._variables)
+        """Make one update of gradients that have been reduced over the replicas.
 
+        Such an optimizer sums over the replicas, whatever it is told: each gets its share.
+        """
+        replicas = strategy.num_replicas_in_sync
 
-def apply_shares(
-    strategy: Any, optimizer: Any, gradients: list[Any], variables: list[Any]
-) -> None:
-    """Make an update with an optimizer that sums over the replicas, whatever it is told.
+        def on_each_replica() -> None:
+            share = tf.constant(1 / replicas, WEIGHT_DTYPE) if replicas > 1 else None
+            shares = [as_gradient_of(*pair, share) for pair in zip(self._variables, gradients)]
+            self._optimizer.apply_gradients(list(zip(shares, self._variables)))
 
-    Each replica gets its share of gradients that have been reduced.
-    """
-    replicas = strategy.num_replicas_in_sync
-
-    def on_each_replica() -> None:
-        share = tf.constant(1 / replicas, WEIGHT_DTYPE) if replicas > 1 else None
-        optimizer.apply_gradients(
-            [(as_gradient_of(v, g, share), v) for g, v in zip(gradients, variables)]
-        )
-
-    with strategy.scope():
-        strategy.extended.call_for_each_replica(on_each_replica)
+        strategy.run(on_each_replica)

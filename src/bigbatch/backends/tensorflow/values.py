@@ -7,14 +7,13 @@ from typing import Any, Iterable
 
 import tensorflow as tf
 
+from bigbatch.core.window_arrays import DENSE, NOTHING, ROWS
+
 WEIGHT_DTYPE = tf.float64
 """Weights are added up in float64: it counts tokens exactly, float32 stops at 2**24."""
 
 LARGE = 4096
 """From so many numbers on, passes over them take longer than an operation more."""
-
-NOTHING, DENSE, ROWS = 0, 1, 2
-"""What a gradient is, or what a window holds; `DENSE | ROWS` if micro-batches gave both."""
 
 
 def kind_of(value: Any) -> int:

@@ -27,6 +27,12 @@ def local_variable(value: Any, shape: Any = None, *, summed: bool = True) -> Any
     )
 
 
+def native(variable: Any) -> Any:
+    """Return the `tf.Variable` inside a Keras variable, and any other variable as it is."""
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
+
+
 def add_to(variable: Any, value: Any) -> Any:
     """Add in place; return the sum when it is done."""
     if value.shape.rank is None or value.shape.rank > 2:
