@@ -9,6 +9,7 @@ import pytest
 
 import bigbatch
 from bigbatch.backends.jax import dependence
+from bigbatch.backends.jax import keras3 as jax_keras3
 from bigbatch.backends.jax.state import values_of
 from bigbatch.errors import ArgumentError, ContextError
 from comparison import largest_difference
@@ -128,14 +129,19 @@ def test_weights_that_a_train_step_makes_of_samples_are_refused():
     assert largest_difference(model.get_weights(), before) == 0
 
 
-def test_several_processes_are_refused(monkeypatch):
-    """Each process has a part of every batch, which cannot be cut yet."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    model = compiled(microbatch_size=8)  # each trains by itself
+def test_what_several_processes_cannot_share_is_refused(monkeypatch):
+    """What they can is in `test_processes.py`."""
+    model = compiled(microbatch_size=8)
     bigbatch.restore(model)
-    shared = keras.distribution.DataParallel(devices=jax.devices(), auto_shard_dataset=False)
-    with shared.scope(), pytest.raises(ArgumentError, match="2 processes train together"):
+    monkeypatch.setattr(jax_keras3, "number_of_processes", lambda: 2)
+    mesh = keras.distribution.DeviceMesh((1, 1), ("batch", "model"), jax.devices()[:1])
+    layouts = keras.distribution.LayoutMap(mesh)
+    parts = keras.distribution.ModelParallel(layout_map=layouts, auto_shard_dataset=False)
+    with parts.scope(), pytest.raises(ArgumentError, match="under ModelParallel"):
         bigbatch.accumulate(model, microbatch_size=8)
+    monkeypatch.setattr(jax_keras3, "shards_of_all", lambda: "devices")
+    with pytest.raises(ArgumentError, match='"auto" for a model that 2 processes'):
+        bigbatch.accumulate(model, microbatch_size="auto")
 
 
 def test_an_update_that_has_no_number_is_refused():

@@ -68,6 +68,10 @@ class Backend(Defaults, SeveralUpdates, LossesAndOptimizers):
     def replicas(self, model: Any) -> int:
         """Return on how many replicas a model is trained, over all workers."""
 
+    def shares_batches(self, model: Any) -> bool:
+        """Say whether other replicas or processes have parts of the same batch."""
+        return self.replicas(model) > 1
+
     @abc.abstractmethod
     def is_multi_worker(self, model: Any) -> bool:
         """Say whether a model is trained by several processes together."""

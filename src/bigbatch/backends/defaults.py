@@ -47,6 +47,19 @@ class Defaults:
         del model, running
         return None
 
+    def processes(self, model: Any) -> int:
+        """Return how many processes have parts of each batch, if each does as one replica.
+
+        What an accumulation returns is the sum over all of them.
+        """
+        del model
+        return 1
+
+    def on_own_devices(self, model: Any) -> Block[None]:
+        """Return a block in which the variables of a model are those of this process alone."""
+        del model
+        return contextlib.nullcontext()
+
     def knows_bytes(self, accumulation: Any, data: Any, size: int) -> bool:
         """Note what micro-batches take, for `memory`, if that is known without running them."""
         del accumulation, data, size

@@ -95,13 +95,14 @@ def verify(
 
 
 def _check(model: Any) -> None:
-    replicas = backend_of(model).replicas(model)
+    backend = backend_of(model)
+    replicas = backend.replicas(model) * backend.processes(model)
     if replicas > 1:
         raise ArgumentError(
             explain(
                 received=f"a model on {replicas} replicas",
                 expected="a model on one device, which runs the full batch in one piece",
-                fix="build and compile the same model outside strategy.scope()",
+                fix="build and compile the same model outside strategy.scope(), in one process",
             )
         )
 

@@ -260,14 +260,15 @@ class MicroBatch:
     def _can_weigh(self) -> bool:
         """Say whether micro-batches may count for the denominator of a term of the loss.
 
-        Then it need not be known before: of several replicas, or where it takes a forward pass
-        to count it, as nothing is traced. The loss must be that term and regularisers alone,
-        and loss scaling, which needs gradients of the size they have in the full batch, off.
+        Then it need not be known before: of several replicas or processes, or where it takes a
+        forward pass to count it, as nothing is traced. The loss must be that term and
+        regularisers alone, and loss scaling, which needs gradients of the size they have in the
+        full batch, off.
         """
         model, backend = self.model, self.backend
-        is_traced = backend.is_traced(model) and not backend.runs_in_python(model)
+        is_traced = backend.is_traced(model)
         return (
-            (is_traced if self._replicas > 1 else not backend.is_traced(model))
+            (is_traced if backend.shares_batches(model) else not is_traced)
             and not self.plan.is_gathered
             and not backend.has_custom_train_step(model)
             and not backend.uses_inputs_after_call(model)

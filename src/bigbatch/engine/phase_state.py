@@ -77,6 +77,7 @@ class PhaseState:
         """What micro-batches know of their batch, on each replica: a `BatchContext`."""
         self._updates: dict[int, Any] = {}
         self._is_known = False
+        self._samples_of_all: int | None = None
         self._is_ready = False
         self._last: Any = None
         self._known_size: int | None = None
@@ -206,7 +207,7 @@ class PhaseState:
     def _must_count(self, data: Any, *, is_whole: bool, is_built: bool) -> bool:
         """Say whether the terms of the loss need numbers of the whole batch first."""
         backend, model, plan = self._backend, self._model, self.microbatch.plan
-        is_known = is_whole and self._replicas == 1
+        is_known = is_whole and not backend.shares_batches(model)
         if self._draws_by_total() and not is_known:
             return True
         if backend.is_traced(model):

@@ -230,6 +230,19 @@ class Phases(PhaseState):
         """Return what gradients are divided by, given the samples of this replica."""
         return self._ops.maximum(samples, 1) * self._replicas
 
+    def _about(self, samples: Any) -> Any:
+        """Return about how many samples such a part of a batch has, over all processes.
+
+        All are to divide by the same number, whatever their part has.
+        """
+        processes = self._backend.processes(self._model)
+        if processes == 1:
+            return samples
+        if self._samples_of_all is None:
+            largest = self._backend.largest_of_all(self._model, int(samples))
+            self._samples_of_all = largest * processes
+        return self._samples_of_all
+
     def add_next(self, iterator: Any, count: Any, length: Any) -> Any:
         """Run the next batches as micro-batches; return how many there were."""
 
@@ -258,7 +271,7 @@ class Phases(PhaseState):
             self._is_known = isinstance(count, int)
             context = self.context.read_value()
             if not self.needs_counts:
-                samples = ops.maximum(ops.weight(count), 1) * length
+                samples = ops.maximum(ops.weight(self._about(count)), 1) * length
                 is_new = context[0] == 0  # the first micro-batch tells how large the others are
                 nominal = ops.where(is_new, self._nominal(samples), context[0])
                 context = ops.stack([nominal, samples])
@@ -319,7 +332,7 @@ class Phases(PhaseState):
                 this.runs.value(),
                 self.context.read_value()[0],
                 # Of one batch in one graph the samples are known before micro-batches run.
-                is_nominal=is_whole and self._replicas == 1,
+                is_nominal=is_whole and not self._backend.shares_batches(model),
                 is_known=bool(is_known),
             )
 

@@ -91,7 +91,7 @@ class Planning:
         self._seen.append(sample)
         self._rows = rows
         count = backend.data.largest_count(model, data) * backend.replicas(model)
-        self._samples = count * batches
+        self._samples = count * backend.processes(model) * batches
         if sum(one.count for one in self._seen) >= min(ENOUGH, self._samples):
             self.conclude()
 
@@ -182,6 +182,11 @@ class Planning:
             return (
                 'Two passes are not made with "auto" on several workers.',
                 'pass the size that "auto" finds on one worker.',
+            )
+        if backend.processes(model) > 1:
+            return (
+                "No process has the whole batch.",
+                "train in one process with all its devices.",
             )
         if backend.has_custom_train_step(model) and not is_exact:
             return (

@@ -69,14 +69,20 @@ class Trainer:
 
     def flush(self) -> dict[str, Any] | None:
         """Make an update of what the feed has begun; return the logs, if there was anything."""
-        with self.backend.eager_if_asked(self.model), self._protected():
+        with self._by_itself(), self.backend.eager_if_asked(self.model), self._protected():
             return self.feed.flush(self)
 
     def roll_back(self) -> None:
         """Forget an unfinished batch; metrics, statistics and random state are as before it."""
         if self.feed.is_open and self.phases.rollback is not None:
-            self.phases.rollback.restore()
+            with self._by_itself():
+                self.phases.rollback.restore()
         self.feed.forget()
+
+    def _by_itself(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block outside of the train function, if a batch is half done."""
+        is_open = self.feed.is_open
+        return self.backend.on_own_devices(self.model) if is_open else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _protected(self) -> Iterator[None]:
@@ -181,4 +187,4 @@ class Trainer:
     @property
     def sample(self) -> Any:
         """Some samples of the first batch, on one device; `None` if there are none."""
-        return None if self.backend.replicas(self.model) > 1 else self.planning.sample
+        return None if self.backend.shares_batches(self.model) else self.planning.sample

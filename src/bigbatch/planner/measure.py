@@ -93,9 +93,9 @@ def plan(
     if is_multi_worker(model):
         raise ArgumentError(
             explain(
-                received="a model under MultiWorkerMirroredStrategy",
+                received="a model that several processes train",
                 expected="a model on one worker, whose memory does not depend on the others",
-                fix="plan for the same model without the strategy, with one worker's batch",
+                fix="plan for the same model in one process, with one worker's batch",
             )
         )
     trials = _Trials(model, backend_of(model).longest(x, y, sample_weight), batch_size)

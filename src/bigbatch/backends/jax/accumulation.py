@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from bigbatch.backends.jax import data as batches
 from bigbatch.backends.jax.compat import number_of_terms, quickly, seeds_of
 from bigbatch.backends.jax.dependence import is_added_to
+from bigbatch.backends.jax.devices import Shards, alone, current_shards
 from bigbatch.backends.jax.memory import note_bytes_of, noticing
 from bigbatch.backends.jax.ops import Rows, widened
-from bigbatch.backends.jax.shards import ShardedSums, Shards, current_shards
+from bigbatch.backends.jax.shards import ShardedSums
 from bigbatch.backends.jax.state import assign
 from bigbatch.backends.jax.steps import UpdateResults
 from bigbatch.backends.jax.traced import CHANGES_ITSELF, TracedMicrobatch
-from bigbatch.errors import ContextError
+from bigbatch.errors import ContextError, explain
 
 
 class Accumulation(TracedMicrobatch):
@@ -52,6 +53,9 @@ class Accumulation(TracedMicrobatch):
 
     def prepare(self, types: Any, size: int | None) -> None:
         """Trace `compute` for data of such types: what it sums, draws, and assigns once."""
+        shards = current_shards()
+        if self._is_eager and shards is not None and shards.processes > 1:
+            raise ContextError(_not_by_processes("micro-batches are not compiled"))
         if self._is_eager:  # seeds never depend on samples
             self.once.update((id(one), one) for one in seeds_of(self._model))
         try:
@@ -73,8 +77,10 @@ class Accumulation(TracedMicrobatch):
         try:
             self._sharded = self._sums_on(shards, jaxpr, arguments)
         except Exception as error:  # whatever a `train_step` does that cannot be mapped
-            self._shards = shards
             reason = (str(error).splitlines() or [type(error).__name__])[0]
+            if shards.processes > 1:
+                raise ContextError(_not_by_processes(reason)) from error
+            self._shards = shards
             self.remarks.append(
                 f"bigbatch: gradients are reduced in every micro-batch, not once: {reason}"
             )
@@ -146,6 +152,9 @@ class Accumulation(TracedMicrobatch):
         count = batches.checked_count(data) if size else batches.sample_count(data)
         size = min(size or count, count)
         fixed, context = self._fixed_values(), self._padded(context)
+        first, shards = self._samples, current_shards()
+        if shards is not None:  # the parts of other processes are as large
+            first = shards.processes * first + shards.process * count
         cuts = ((start, min(size, count - start)) for start in range(0, count, size))
         if self._sharded is not None:
             cuts = self._sharded.shards.cuts(count, size)
@@ -153,7 +162,7 @@ class Accumulation(TracedMicrobatch):
             part = batches.rows(data, start, number)
             if self._shards is not None:  # and the compiler reduces
                 part = self._shards.placed(part)
-            self._run(fixed, context, self._samples + start, part)
+            self._run(fixed, context, first + start, part)
         self._samples += count
 
     def _fixed_values(self) -> list[Any]:
@@ -202,7 +211,8 @@ class Accumulation(TracedMicrobatch):
         self._step = jax.jit(try_samples, donate_argnums=0, compiler_options=quickly())
         self._sharded = self._shards = None  # a few samples are not worth sharing
         try:
-            yield
+            with alone():
+                yield
         finally:
             self._step, self._sharded, self._shards = before
 
@@ -265,22 +275,27 @@ class Accumulation(TracedMicrobatch):
         return self._zeros()
 
     def value(self) -> Any:
-        """Return the sum so far, in the structure that `compute` returns."""
+        """Return the sum of a batch, in the structure that `compute` returns."""
         for (_, variable), value in zip(self._given, self._own):
             variable.assign(value)  # before the update
-        return self._reduced(lambda sums: sums)
+        return self._reduced(lambda sums: sums, is_whole=True)
 
     def so_far(self) -> Any:
-        """Return the sum so far of what is logged; gradients stay on their devices."""
-        return self._reduced(lambda sums: sums._replace(gradients=[]))
+        """Return the sum so far of what is logged; gradients stay on their devices.
 
-    def _reduced(self, select: Callable[[Any], Any]) -> Any:
+        It is that of this process.
+        """
+        return self._reduced(lambda sums: sums._replace(gradients=[]), is_whole=False)
+
+    def _reduced(self, select: Callable[[Any], Any], *, is_whole: bool) -> Any:
         """Return what `select` leaves of the sum so far, over all devices."""
-        sharded = self._sharded
+        sharded, shards = self._sharded, current_shards()
         if sharded is None or sharded.held is None:
-            return select(self._totals(self._sums or ()))
-        sums, metrics = sharded.held
-        sums, metrics = sharded.reduce((select(self._totals(sums)), metrics))
+            sums = select(self._totals(self._sums or ()))
+            return sums if shards is None or not is_whole else shards.sum_of_processes(sums)
+        sums, metrics = sharded.reduce(
+            lambda sums: select(self._totals(sums)), is_whole=is_whole
+        )
         assign(sharded.apart(self._changing())[0], metrics)
         return sums
 
@@ -290,3 +305,11 @@ class Accumulation(TracedMicrobatch):
         listed = (Rows(jnp.concatenate(parts)) for parts in zip(*self._listed))
         leaves = [next(listed, None) if rows else next(sums) for rows in self._is_rows]
         return jax.tree.unflatten(self._structure, leaves)
+
+
+def _not_by_processes(reason: str) -> str:
+    return explain(
+        received=f"a model that several processes train, where {reason}",
+        expected="micro-batches that each process can add up by itself until the update",
+        fix="leave that out, or train in one process with all its devices",
+    )

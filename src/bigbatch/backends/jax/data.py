@@ -12,6 +12,7 @@ import keras
 import numpy as np
 from jax.experimental import sparse
 
+from bigbatch.backends.jax.processes import largest
 from bigbatch.backends.longest import ROWS, longest_of
 from bigbatch.errors import ArgumentError, explain
 
@@ -147,6 +148,18 @@ def _cut(leaf: Any, start: Any, count: int) -> Any:
     return jax.lax.dynamic_slice_in_dim(leaf, start, count)
 
 
+def own_rows(data: Any) -> Any:
+    """Return the part of a batch that this process has handed to Keras."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+            return leaf
+        parts = sorted(leaf.addressable_shards, key=lambda one: one.index[0].start or 0)
+        return np.concatenate([np.asarray(one.data) for one in parts])
+
+    return jax.tree.map(own, data)
+
+
 def first_batch(data: Any) -> Any:
     """Return the first batch of a data set; `None` if this is none."""
     if isinstance(data, keras.utils.PyDataset):
@@ -187,9 +200,9 @@ def joined(*batches: Any) -> Any:
 
 
 def largest_count(model: Any, data: Any) -> int:
-    """Return how many samples a batch has."""
+    """Return how many samples a batch has, in the process where it has most."""
     del model
-    return max(1, sample_count(data))
+    return largest(max(1, sample_count(data)))
 
 
 def can_be_cut(model: Any, data: Any) -> bool:

@@ -12,6 +12,7 @@ from keras import tree
 from bigbatch.backends.few_samples import different_rows, is_label, listed_calls
 from bigbatch.backends.jax import data as batches
 from bigbatch.backends.jax.ops import noted
+from bigbatch.backends.jax.processes import samples_of_all
 from bigbatch.backends.jax.state import unchanged
 from bigbatch.backends.keras import backend_of
 
@@ -50,14 +51,23 @@ def picked(model: Any, data: Any, count: int) -> Any:
     """Return `count` samples of a batch that differ; `None` if it has fewer."""
     data = batches.as_tensors(data)
     total = min(leaf.shape[0] for leaf in batches.leaves_of(data))
+    own = rows_on_replicas(model, data, range(total)) if total < count else None
+    together = samples_of_all(_different(model, data, count) if own is None else own)
+    total = batches.sample_count(together)
     if total < count:
         return None
+    return together if total == count else _different(model, together, count)
+
+
+def _different(model: Any, data: Any, count: int) -> Any:
+    """Return samples that differ in labels, masks and weights, as far as there are such."""
 
     def numbers(rows: list[int]) -> list[np.ndarray]:
         leaves = batches.leaves_of(rows_on_replicas(model, data, rows))
         return [one for one in leaves if jax.numpy.issubdtype(one.dtype, np.number)]
 
     labels = [np.asarray(leaf) for leaf in batches.leaves_of(data) if is_label(leaf)]
+    total = min(leaf.shape[0] for leaf in batches.leaves_of(data))
     return rows_on_replicas(model, data, different_rows(count, labels, total, numbers))
 
 

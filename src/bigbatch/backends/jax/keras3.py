@@ -11,9 +11,10 @@ import jax
 
 from bigbatch.backends.exact_refusals import refuse_exact
 from bigbatch.backends.jax.compat import leave_on_host
+from bigbatch.backends.jax.devices import current_shards, shards_of_all
 from bigbatch.backends.jax.exact.moments import moments_of_batch
 from bigbatch.backends.jax.mechanics import JaxBackend
-from bigbatch.backends.jax.shards import current_shards
+from bigbatch.backends.jax.processes import number_of_processes
 from bigbatch.backends.jax.state import (
     Cell,
     assign,
@@ -28,6 +29,7 @@ from bigbatch.backends.jax.state import (
 from bigbatch.backends.keras import layers_of, optimizers_of
 from bigbatch.backends.keras3 import Keras3
 from bigbatch.core.patching import replaced
+from bigbatch.core.size_search import AUTO
 from bigbatch.errors import ArgumentError, ContextError, explain
 
 _WITH_HOST_BATCHES: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -47,21 +49,36 @@ class Keras3OnJax(Keras3, JaxBackend):
                     fix="unset KERAS_NNX_ENABLED",
                 )
             )
-        if jax.process_count() > 1 and self.keras.distribution.distribution() is not None:
+        self._check_processes(hooks)
+        return super().methods(model, hooks)
+
+    def _check_processes(self, hooks: Any) -> None:
+        """Raise if several processes train a model in another way than with parts of data."""
+        if number_of_processes() > 1 and shards_of_all() is None:
+            name = type(self.keras.distribution.distribution()).__name__
             raise ArgumentError(
                 explain(
-                    received=f"a model that {jax.process_count()} processes train together",
-                    expected="one process, with as many devices as there are",
-                    fix="use the devices of one machine, or TensorFlow with "
-                    "MultiWorkerMirroredStrategy",
+                    received=f"a model that {number_of_processes()} processes train together, "
+                    f"under {name}",
+                    expected="keras.distribution.DataParallel with devices in one dimension",
+                    fix="use DataParallel, or the devices of one process",
                 )
             )
-        return super().methods(model, hooks)
+        if number_of_processes() > 1 and hooks.setting.microbatch_size == AUTO:
+            raise ArgumentError(
+                explain(
+                    received='microbatch_size="auto" for a model that '
+                    f"{number_of_processes()} processes train together",
+                    expected="a number: a process without memory would keep the others waiting",
+                    fix='find it with "auto" in one process: bigbatch.microbatch_size(model)',
+                )
+            )
 
     def fit(
         self, hooks: Any, fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Call `fit`; batches stay on the host if devices share micro-batches."""
+        self._check_processes(hooks)
         if current_shards() is not None:
             _WITH_HOST_BATCHES.add(model)
         try:

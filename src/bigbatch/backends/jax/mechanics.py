@@ -12,13 +12,16 @@ from bigbatch.backends.base import Backend
 from bigbatch.backends.jax import data, few_samples, ops, state, steps
 from bigbatch.backends.jax.accumulation import Accumulation
 from bigbatch.backends.jax.compat import weights_of
+from bigbatch.backends.jax.devices import current_shards
 from bigbatch.backends.jax.exact.accumulation import StagedAccumulation
 from bigbatch.backends.jax.memory import Memory, OutOfMemoryError, noticing
+from bigbatch.backends.jax.processes import largest, number_of_processes
 from bigbatch.backends.jax.sample import JaxSample, sample_of
 from bigbatch.backends.jax.table import Table
 from bigbatch.backends.jax.two_passes import TwoPasses
 from bigbatch.backends.one_replica import OneReplica
 from bigbatch.core.passes import Order
+from bigbatch.errors import ArgumentError, explain
 
 _SWITCHES: weakref.WeakKeyDictionary[Any, state.Cell] = weakref.WeakKeyDictionary()
 
@@ -50,9 +53,28 @@ class JaxBackend(OneReplica, Backend):
         """Say whether nothing of a model is compiled."""
         return bool(model.run_eagerly or not model.jit_compile)
 
+    def processes(self, model: Any) -> int:
+        del model
+        shards = current_shards()
+        return 1 if shards is None else shards.processes
+
+    def shares_batches(self, model: Any) -> bool:
+        del model
+        return number_of_processes() > 1
+
+    def is_multi_worker(self, model: Any) -> bool:
+        return self.processes(model) > 1
+
     def is_first_worker(self, model: Any) -> bool:
         del model
-        return jax.process_index() == 0
+        return number_of_processes() == 1 or jax.process_index() == 0
+
+    def largest_of_all(self, model: Any, value: int) -> int:
+        del model
+        return largest(value)
+
+    def on_own_devices(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return state.on_own_devices(model)
 
     def gradient_sums(self, model: Any, *, apart: bool) -> None:
         del model, apart  # micro-batches return their gradients
@@ -75,6 +97,14 @@ class JaxBackend(OneReplica, Backend):
         raise NotImplementedError("see `loss_of_whole_batch`")
 
     def loss_of_whole_batch(self, model: Any, running: Callable[..., Any]) -> TwoPasses:
+        if number_of_processes() > 1:
+            raise ArgumentError(
+                explain(
+                    received="coupled=True for a model that several processes train",
+                    expected="a process that has the whole batch",
+                    fix="train in one process with all its devices",
+                )
+            )
         return TwoPasses(self, model, running, is_eager=self.runs_eagerly(model))
 
     def replica_vector(self, model: Any) -> state.Cell:

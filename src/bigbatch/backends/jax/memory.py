@@ -58,7 +58,7 @@ class Memory:
 
     def __init__(self, variables: Iterable[Any]) -> None:
         self._variables = list(variables)
-        self._device = jax.devices()[0]
+        self._device = jax.local_devices()[0]
         self.limit = self._limit()
         """The bytes there are, or `None` if that is not known."""
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from bigbatch.backends.base import Backend
 from bigbatch.backends.jax import data as batches
+from bigbatch.backends.jax.processes import samples_of_all
 from bigbatch.backends.jax.state import assign, scope_of, values_of, variables_of
 from bigbatch.backends.sample import Sample, keys_of_rows
 from bigbatch.core.trial_rows import rows_that_differ
@@ -40,11 +41,16 @@ class JaxSample(Sample):
 
 
 def sample_of(backend: Backend, model: Any, data: Any, rows: int) -> JaxSample:
-    """Return a few samples of a batch as `fit` gets it."""
+    """Return a few samples of a batch as `fit` gets it, from all processes."""
+    few = _different(backend, samples_of_all(_different(backend, data, rows)), rows)
+    return JaxSample(backend, model, jax.tree.map(jnp.asarray, few))
+
+
+def _different(backend: Backend, data: Any, rows: int) -> Any:
+    """Return samples that differ in labels and weights."""
     data = batches.as_tensors(data)
     count = batches.sample_count(data)
     _, y, sample_weight = backend.unpacked(data)
     labels = [np.asarray(leaf) for leaf in batches.leaves_of((y, sample_weight))]
     chosen = np.asarray(rows_that_differ(keys_of_rows(labels, count), rows))
-    few = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[chosen]), data)
-    return JaxSample(backend, model, few)
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[chosen], data)

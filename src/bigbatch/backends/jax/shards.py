@@ -7,70 +7,16 @@ have a leading dimension of one entry per device. One all-reduce per update adds
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
-import keras
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bigbatch.backends.jax import data as batches
+from bigbatch.backends.jax.devices import Shards
 from bigbatch.backends.jax.memory import noticing
 from bigbatch.backends.jax.ops import widened
-
-
-class Shards:
-    """The devices of a `DataParallel` distribution.
-
-    Args:
-        mesh: the devices, in one dimension.
-        axis: the name of that dimension.
-    """
-
-    def __init__(self, mesh: Any, axis: str) -> None:
-        self.mesh, self.axis = mesh, axis
-        self.count = int(mesh.shape[axis])
-        """How many devices there are."""
-        self.each = NamedSharding(mesh, P(axis))
-        """A leading dimension is spread over the devices."""
-
-    def cuts(self, count: int, size: int) -> Iterator[tuple[int, int]]:
-        """Return where micro-batches begin, and their samples: at most about `size`.
-
-        They divide by the devices, but for the last samples of a batch that does not.
-        """
-        left = count % self.count
-        size = max(size // self.count, 1) * self.count
-        for start in range(0, count - left, size):
-            yield start, min(size, count - left - start)
-        if left:
-            yield count - left, left
-
-    def divides(self, part: Any) -> bool:
-        """Say whether every device gets as many rows of a micro-batch."""
-        return batches.sample_count(part) % self.count == 0
-
-    def placed(self, part: Any) -> Any:
-        """Return a micro-batch whose rows are spread over the devices, if they divide."""
-        if not self.divides(part):
-            return part
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, self.each), part)
-
-    def mapped(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Any:
-        """Return a function that every device calls with its part of the inputs."""
-        options = {"in_specs": inputs, "out_specs": outputs, "check_vma": False}
-        return jax.shard_map(function, mesh=self.mesh, **options)
-
-
-def current_shards() -> Shards | None:
-    """Return the devices that share batches now; `None` if there is one, or other layouts."""
-    distribution = keras.distribution.distribution()
-    if not isinstance(distribution, keras.distribution.DataParallel):
-        return None
-    mesh: Any = distribution.device_mesh.backend_mesh
-    is_shared = len(mesh.shape) == 1 and mesh.size > 1 and jax.process_count() == 1
-    return Shards(mesh, mesh.axis_names[0]) if is_shared else None
 
 
 class ShardedSums:
@@ -90,9 +36,9 @@ class ShardedSums:
         self.shards, self.is_same = shards, is_same
         self._pure, self._shapes = pure, shapes
         self._begin = jax.jit(self._begun, out_shardings=shards.each)
+        self._before: list[Any] = []
         self.step: Any = jax.jit(self._add_on_shards, donate_argnums=0)
         """Adds a micro-batch to the sums."""
-        self._reduce = jax.jit(self._reduced)
         self.held: Any = None
         """The sums of a batch that has begun, and the values of metrics."""
 
@@ -122,11 +68,10 @@ class ShardedSums:
         return [next(others if is_same else of_metrics) for is_same in self.is_same]
 
     def _begun(self, metrics: list[Any]) -> Any:
-        """Return sums of nothing; metrics as they are on the first device, zero on others."""
+        """Return sums of nothing, and metrics that nothing has been added to."""
         count = self.shards.count
         sums = [jnp.zeros((count, *one.shape), widened(one.dtype)) for one in self._shapes]
-        first = [jnp.zeros((count, *one.shape), one.dtype).at[0].set(one) for one in metrics]
-        return sums, first
+        return sums, [jnp.zeros((count, *one.shape), one.dtype) for one in metrics]
 
     def _add_on_shards(
         self, held: Any, fixed: Any, same: Any, context: Any, start: Any, data: Any
@@ -154,29 +99,28 @@ class ShardedSums:
         arguments = held, fixed, same, context, start, data
         return shards.mapped(add, inputs, (each, whole))(*arguments)
 
-    def _reduced(self, values: Any) -> Any:
-        shards = self.shards
-
-        def reduce(values: Any) -> Any:
-            summed = jax.lax.psum(values, shards.axis)
-            return jax.tree.map(lambda one: one[0], summed)
-
-        return shards.mapped(reduce, P(shards.axis), P())(values)
-
     def add(
         self, fixed: Any, changing: list[Any], context: Any, start: Any, part: Any
     ) -> list[Any]:
         """Run a micro-batch; return the new values of variables that are the same for all."""
         metrics, same = self.apart(changing)
-        held = self._begin(metrics) if self.held is None else self.held
-        self.held = None  # overwritten
+        if self.held is None:
+            self._before, self.held = metrics, self._begin(metrics)
+        held, self.held = self.held, None  # overwritten
         with noticing():
             self.held, same = self.step(
                 held, fixed, same, context, start, self.shards.placed(part)
             )
         return same
 
-    def reduce(self, values: Any) -> Any:
-        """Return what devices have added up of something, added up over the devices."""
+    def reduce(self, select: Callable[[Any], Any], *, is_whole: bool) -> tuple[Any, list[Any]]:
+        """Return what `select` leaves of the sums, over devices, and the values of metrics.
+
+        And over processes, if the batch `is_whole`.
+        """
+        sums, added = self.held
+        values = select(sums), added
         with noticing():
-            return self._reduce(values)
+            add_up = self.shards.sum if is_whole else self.shards.sum_here
+            sums, added = add_up(values)
+            return sums, [one + other for one, other in zip(self._before, added)]

@@ -15,6 +15,8 @@ import keras
 import numpy as np
 
 from bigbatch.backends.jax.compat import set_state, weights_of
+from bigbatch.backends.jax.data import own_rows
+from bigbatch.backends.jax.devices import current_shards
 from bigbatch.backends.jax.memory import noticing
 from bigbatch.backends.keras import optimizers_of
 from bigbatch.errors import ContextError, explain
@@ -134,15 +136,42 @@ def train_function(
         parts = variables_of(model)
         variables = [variable for part in parts for variable in part]
         values = [value for part in state for value in part]
+        shards = current_shards()
+        if shards is None or shards.processes == 1:
+            everywhere = list
+        else:  # each process runs programs of its own
+            values, iterator = shards.here(values), map(own_rows, iterator)
+            everywhere = shards.everywhere
         with scope_of(variables, values) as current:
             try:
                 logs = train(iterator)
             except BaseException:
-                set_state(model, packed(parts, current()))  # or the weights would be lost
+                # Or the weights would be lost.
+                set_state(model, packed(parts, everywhere(current())))
                 raise
-            return logs, packed(parts, current())
+            return logs, packed(parts, everywhere(current()))
 
     return train_on_next
+
+
+@contextlib.contextmanager
+def on_own_devices(model: Any) -> Iterator[None]:
+    """Return a block in which the variables of a model are those of this process alone.
+
+    As in a train function. Outside of it they are arrays that all processes share.
+    """
+    shards = current_shards()
+    if shards is None or shards.processes == 1:
+        yield
+        return
+    variables = [variable for part in variables_of(model) for variable in part]
+    values: list[Any] = []
+    with scope_of(variables, shards.here(values_of(variables))) as current:
+        try:
+            yield
+        finally:
+            values = current()
+    assign(variables, shards.everywhere(values))
 
 
 def packed(parts: Iterable[list[Any]], values: list[Any]) -> tuple[list[Any], ...]:

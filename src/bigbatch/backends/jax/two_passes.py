@@ -17,10 +17,10 @@ from keras import tree
 from bigbatch.backends.base import Backend
 from bigbatch.backends.jax import data as batches
 from bigbatch.backends.jax.compat import losses_replaced, stateless_call, update_metrics
+from bigbatch.backends.jax.devices import current_shards
 from bigbatch.backends.jax.draws import MicrobatchRows, drawing, places_of
 from bigbatch.backends.jax.memory import noticing
 from bigbatch.backends.jax.ops import widened
-from bigbatch.backends.jax.shards import current_shards
 from bigbatch.backends.jax.state import assign, scope_of, values_of, variables_of
 from bigbatch.backends.keras import mask_of, set_mask
 
