@@ -108,6 +108,14 @@ class Defaults:
         del accumulation
         return []
 
+    def in_one_graph(self, model: Any) -> Block[None]:
+        """Return a block in which no part of a `train_step` runs in a graph of its own.
+
+        Gradients could not get out of that, and Python code would run only the first time.
+        """
+        del model
+        return contextlib.nullcontext()
+
     def without_effects(self, model: Any) -> Block[None]:
         """Return a block in which a model is called for shapes and masks, and nothing else.
 

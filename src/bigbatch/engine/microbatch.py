@@ -164,7 +164,7 @@ class MicroBatch:
             return loss if self.norm.is_exact else ops.times(loss, weight())
 
         seen = _Updates(self, weight, samples / context.nominal_samples)
-        with seen.leaving, contextlib.ExitStack() as stack:
+        with seen.leaving, backend.in_one_graph(model), contextlib.ExitStack() as stack:
             for number in range(self.part.first):
                 self.made[number].undo()
             moments = stack.enter_context(self.norm.watching())

@@ -43,17 +43,8 @@ class Keras3OnTensorFlow(Keras3, TensorFlowBackend):
     def jit_compile(self, model: Any) -> bool:
         return super().jit_compile(model) or is_compiled(model.train_step)
 
-    def train_step_of(self, model: Any) -> Callable[[Any], Any]:
-        """Return the model's `train_step`; no part of it runs in a graph of its own.
-
-        Gradients could not get out of that, and Python code would run only the first time.
-        """
-
-        def train_step(data: Any) -> Any:
-            with inlined_functions(compiled=is_compiled(model.train_step)):
-                return model.train_step(data)
-
-        return train_step
+    def in_one_graph(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return inlined_functions(compiled=is_compiled(model.train_step))
 
     def batches_of(self, epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
         batches, size, rest = super().batches_of(epoch_iterator)
