@@ -244,7 +244,9 @@ def _adding(layer: Any, size: float) -> Cause:
         f"layer {layer.name!r} ({type(layer).__name__})",
         "its add_loss() is not a mean over samples",
         size,
-        "divide the value passed to add_loss by the number of samples",
+        "divide the value passed to add_loss by the number of samples; if it multiplies or "
+        "divides sums of the whole batch, as the load balance of experts does, compute them "
+        'with bigbatch.cross_microbatch_sum and pass batch_norm="exact"',
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from dataclasses import dataclass, field
 
 
@@ -30,6 +31,8 @@ class LossPlan:
     """The kind of each loss given to `compile`; `KERAS` for those that were not tried."""
     compute_loss: Kind = Kind.MEAN
     """The kind of what a custom `compute_loss` adds to these."""
+    is_tried: bool = False
+    """Whether there is a custom `compute_loss`, and it was tried."""
     added: dict[int, list[Kind]] = field(default_factory=dict)
     """The kinds of what a layer passes to `add_loss`, call by call, by the `id` of layers."""
     metrics: dict[int, Kind] = field(default_factory=dict)
@@ -57,6 +60,28 @@ class LossPlan:
         """Return the kind of what a layer passes to `add_loss`."""
         kinds = self.added.get(layer)
         return kinds[position % len(kinds)] if kinds else Kind.MEAN
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether a part was found to be a mean or a sum of numbers for parts of a batch."""
+        kinds = [*self.terms, *self.metrics.values(), *itertools.chain(*self.added.values())]
+        kinds += [self.compute_loss] * self.is_tried
+        return Kind.MEAN in kinds or Kind.SUM in kinds
+
+    def keep_common(self, other: LossPlan) -> None:
+        """Keep the kinds that were found with another cut of the same samples, too."""
+
+        def common(one: Kind, two: Kind) -> Kind:
+            return one if one is two else Kind.WHOLE
+
+        if len(self.terms) == len(other.terms):
+            self.terms = [*map(common, self.terms, other.terms)]
+        self.compute_loss = common(self.compute_loss, other.compute_loss)
+        for layer, kinds in self.added.items():
+            self.added[layer] = [*map(common, kinds, other.added[layer])]
+        for one in {*self.metrics, *other.metrics}:
+            found = (plan.metrics.get(one, Kind.KERAS) for plan in (self, other))
+            self.metrics[one] = common(*found)
 
     @property
     def needs_whole_batch(self) -> bool:

@@ -3,6 +3,7 @@
 The same samples are given to each part of the loss whole and cut into two unequal parts. If
 the value for all of them is the mean of the values for the parts, weighted by samples, it is a
 mean; if it is their sum, a sum; if neither, it can only be computed for the batch as a whole.
+Means and sums have to be found with another cut of the same samples, too.
 """
 
 from __future__ import annotations
@@ -48,9 +49,7 @@ class LossTrial:
         self._model = model
         self._backend = backend_of(model)
         self._sample = sample
-        count = sample.count
-        self._first = first_part(count)
-        self._parts = [range(count), range(self._first), range(self._first, count)]
+        self._cut_after(first_part(sample.count))
         self.reads_call = False
         """Whether a custom `compute_loss` reads what `call` has stored."""
         self.bytes_of_outputs = 0
@@ -62,18 +61,38 @@ class LossTrial:
 
     def plan(self) -> LossPlan:
         """Return the kinds of all parts of the loss and of the metrics."""
-        backend, model, plan = self._backend, self._model, LossPlan()
+        count = self._sample.count
         with self._sample.undone():
-            plan.added, outputs = self._added()
-            # What cannot be tried, as it takes no such outputs or labels, is as before.
-            with contextlib.suppress(Exception), self._without_metrics():
-                if backend.compile_loss_of(model) is not None:
-                    plan.terms = self._terms(outputs)
-            with contextlib.suppress(Exception):
-                plan.metrics = self._metrics(outputs)
-            with contextlib.suppress(Exception), self._without_metrics():
-                if backend.has_custom_compute_loss(model):
-                    plan.compute_loss = self._compute_loss(plan, outputs)
+            added, outputs = self._call(range(count))
+            leaves = self._backend.ops.flatten(outputs)
+            self.has_rows = all(self._sample.has_rows(leaf) for leaf in leaves)
+            self.bytes_of_outputs = self._backend.data.bytes_of(leaves) // count
+            plan = self._plan_of_parts(added, outputs)
+            if plan.has_sums:  # parts may have as many labels as samples, by chance
+                self._cut_after(count - self._first)
+                plan.keep_common(self._plan_of_parts(added, outputs))
+        return plan
+
+    def _cut_after(self, first: int) -> None:
+        """Cut the samples into two parts, the first of which has so many."""
+        count = self._sample.count
+        self._first = first
+        self._parts = [range(count), range(first), range(first, count)]
+
+    def _plan_of_parts(self, added: dict[int, list[Any]], outputs: Any) -> LossPlan:
+        """Return the kinds that the parts show, given what a call with all samples returned."""
+        backend, model, plan = self._backend, self._model, LossPlan()
+        plan.added = self._added(added)
+        # What cannot be tried, as it takes no such outputs or labels, is as before.
+        with contextlib.suppress(Exception), self._without_metrics():
+            if backend.compile_loss_of(model) is not None:
+                plan.terms = self._terms(outputs)
+        with contextlib.suppress(Exception):
+            plan.metrics = self._metrics(outputs)
+        with contextlib.suppress(Exception), self._without_metrics():
+            if backend.has_custom_compute_loss(model):
+                plan.compute_loss = self._compute_loss(plan, outputs)
+                plan.is_tried = True
         return plan
 
     @contextlib.contextmanager
@@ -84,20 +103,15 @@ class LossTrial:
                 stack.enter_context(replaced(metric, update_state=lambda *_, **__: None))
             yield
 
-    def _added(self) -> tuple[dict[int, list[Kind]], Any]:
-        """Return the kinds of what layers pass to `add_loss`, and outputs of the model."""
-        whole, outputs = self._call(range(self._sample.count))
-        leaves = self._backend.ops.flatten(outputs)
-        count = self._sample.count
-        self.has_rows = all(self._sample.has_rows(leaf) for leaf in leaves)
-        self.bytes_of_outputs = self._backend.data.bytes_of(leaves) // count
+    def _added(self, whole: dict[int, list[Any]]) -> dict[int, list[Kind]]:
+        """Return the kinds of what layers pass to `add_loss`, given that for all samples."""
         kinds: dict[int, list[Kind]] = {}
         if whole:
             parts = [self._call(rows)[0] for rows in self._parts[1:]]
             for layer, values in whole.items():
                 each = zip(values, *(part[layer] for part in parts))
                 kinds[layer] = [self._kind(*of_parts) for of_parts in each]
-        return kinds, outputs
+        return kinds
 
     def _call(self, rows: Any) -> tuple[dict[int, list[Any]], Any]:
         """Call the model on some samples; return what layers add to the loss, and outputs."""
@@ -174,7 +188,8 @@ class LossTrial:
         kind = self._kind(*others, scale=np.abs(totals).max())
         if kind is Kind.WHOLE:
             _, other, _ = self._value_of_compute_loss(plan, outputs, part, whole)
-            self.reads_call = not _equal(others[1], other, np.abs(totals[1]))
+            differs = not _equal(others[1], other, np.abs(totals[1]))
+            self.reads_call = self.reads_call or differs
         return kind
 
     def _value_of_compute_loss(

@@ -45,6 +45,21 @@ class Attention(layers.Layer):
         return x + ops.softmax(x @ ops.transpose(everybody)) @ everybody
 
 
+class LoadBalance(layers.Layer):
+    """The loss that balances the experts of a switch transformer: a product of two means."""
+
+    def call(self, x):
+        probabilities = ops.softmax(x)
+        chosen = ops.one_hot(ops.argmax(x, axis=-1), x.shape[-1], dtype=x.dtype)
+        count = bigbatch.cross_microbatch_sum(ops.sum(ops.ones_like(x[:, 0])))
+        density, proxy = (
+            bigbatch.cross_microbatch_sum(ops.sum(one, axis=0)) / count
+            for one in (chosen, probabilities)
+        )
+        self.add_loss(ops.sum(density * proxy))
+        return x
+
+
 def model_with(layer):
     return keras.Sequential(
         [
@@ -59,7 +74,7 @@ def model_with(layer):
     )
 
 
-@pytest.mark.parametrize("layer", [MinibatchStddev, BatchSoftmax, Attention])
+@pytest.mark.parametrize("layer", [MinibatchStddev, BatchSoftmax, Attention, LoadBalance])
 def test_a_layer_that_couples_samples(layer):
     case = case_of(lambda: model_with(layer))
     check_same(case.train(exactly()), case.train(), 1e-10)
@@ -80,6 +95,13 @@ def test_without_sums_over_micro_batches_the_same_layer_differs(monkeypatch):
     monkeypatch.setitem(vars(bigbatch), "cross_microbatch_sum", lambda x: x)
     unchecked = exactly(microbatch_size=MICROBATCH, check="off")
     assert differences(case.train(unchecked).training, expected, 1e-4)
+
+
+def test_a_product_of_sums_given_to_add_loss_is_named_with_what_helps(monkeypatch):
+    model = case_of(lambda: model_with(LoadBalance)).build(exactly("frozen"))
+    monkeypatch.setitem(vars(bigbatch), "cross_microbatch_sum", lambda x: x)
+    with pytest.warns(bigbatch.NotEqualWarning, match=r"LoadBalance.*cross_microbatch_sum"):
+        model.fit(case_of(None).x, LABELS, batch_size=24, verbose=0)
 
 
 def test_micro_batches_one_after_the_other_cannot_be_summed_over():
