@@ -163,6 +163,13 @@ def test_it_warns_if_a_wrapper_trains_a_copy():
     made.fit(X, X[:, 0])
     assert int(made.model_.optimizer.iterations.numpy()) == 4
     assert bigbatch.microbatch_size(made.model_) == 4
+    # Which may itself make a copy.
+    base = make()
+
+    def copied(X, y):  # noqa: N803
+        return bigbatch.accumulate(keras.models.clone_model(base), microbatch_size=4)
+
+    keras.wrappers.SKLearnRegressor(copied, fit_kwargs={"verbose": 0}).fit(X, X[:, 0])
 
 
 def test_it_is_silent_with_verbose_0_and_says_it_once_per_fit(capsys):

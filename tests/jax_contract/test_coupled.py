@@ -92,6 +92,22 @@ def test_without_them_it_is_another_loss_and_a_warning_says_so():
     assert largest_difference(found.model, case.train().model) > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore::bigbatch.NotEqualWarning")
+def test_the_check_leaves_no_programs_behind():
+    """In which batch normalisation stands still: of 5, 3 and 2 samples."""
+
+    def make():
+        normed = [layers.Dense(4), layers.BatchNormalization(), layers.Dense(6)]
+        return keras.Sequential([keras.Input((5,)), *normed])
+
+    case = Case(make, X, X[:, :1], loss=lambda: correlated, **SGD)
+    unchecked, checked = (
+        case.accumulate("split", {"microbatch_size": 3, "check": one})
+        for one in ("off", "warn")
+    )
+    check_same(checked, unchecked, 0)
+
+
 def test_a_layer_that_mixes_samples_is_refused():
     class Mixes(layers.Layer):
         def call(self, x):

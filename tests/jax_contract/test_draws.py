@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import keras
@@ -111,3 +113,25 @@ def test_what_is_not_drawn_by_rows_differs_and_is_told():
     with pytest.warns(bigbatch.NotEqualWarning, match=r"\(Gamma\): it draws random numbers"):
         accumulated = case.accumulate("split")
     assert largest_difference(accumulated.model, case.train().model) > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::bigbatch.NotEqualWarning")
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_draws_of_python_are_told_but_not_those_of_other_threads(is_apart, capsys):
+    """Which load data while a micro-batch is traced."""
+
+    class Draws(keras.layers.Layer):
+        def call(self, x):
+            numbers = []
+            draw = lambda: numbers.append(np.random.rand())  # noqa: E731
+            if is_apart:
+                thread = threading.Thread(target=draw)
+                thread.start()
+                thread.join()
+            else:
+                draw()
+            return x if is_apart else x * numbers[0]
+
+    case = Case(lambda: keras.Sequential([keras.Input((5,)), Draws(), keras.layers.Dense(3)]))
+    case.accumulate("split", verbose=2)
+    assert ("Python's random or numpy.random" in capsys.readouterr().out) is not is_apart

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
+import time
 import warnings
 from unittest import mock
 
@@ -12,8 +15,9 @@ import pytest
 import torch
 
 import bigbatch
-from bigbatch.backends.torch import accumulation, draws, trial
+from bigbatch.backends.torch import accumulation, compat, draws, trial
 from bigbatch.backends.torch.normals import NormalStream
+from bigbatch.core.python_random import are_same_states, python_states
 from comparison import check_equals_full_batch, check_same
 from fit_cases import DENSE_X, DENSE_Y, MODES, Case
 
@@ -249,7 +253,8 @@ def test_layers_that_choose_what_to_do_choose_what_the_full_batch_does(layer, mo
         expected = case.train()
         check_same(case.accumulate(mode), expected, TOLERANCE, warns=["it equalizes images"])
         if layer == "AugMix" and mode == "split":
-            with mock.patch.object(accumulation, "set_python_states"):
+            going_on = lambda *_: contextlib.nullcontext()  # noqa: E731
+            with mock.patch.object(accumulation.SameForAll, "_drawing_by_python", going_on):
                 wrong = case.accumulate(mode, {"check": "off"})
             with pytest.raises(AssertionError, match="not the same"):
                 check_same(wrong, expected, TOLERANCE)
@@ -268,6 +273,64 @@ class DrawsByPython(layers.Layer):
     def call(self, x, training=False):
         noise = np.random.normal(size=(len(x), 1)).astype("float32") if training else 0.0
         return x + keras.ops.convert_to_tensor(noise)
+
+
+class Unseeded(layers.Layer):
+    """Draws from the generators that belong to the process: of Keras, of Python, of NumPy."""
+
+    def call(self, x, training=False):
+        if training:  # Keras first: Python draws a seed for its generator, if there is none
+            x = x + 0.1 * keras.random.normal(keras.ops.shape(x))
+            x = x * random.uniform(0.9, 1.1) + np.random.rand() / 10
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"coupled": True}, {"check": "off"}], ids=str)
+def test_generators_of_the_process_draw_what_they_draw_for_the_full_batch(
+    mode, options, capsys
+):
+    """And go on as after the full batch: nothing that is tried is left behind."""
+    case = Case(model_with(Unseeded))
+
+    def train(run):
+        compat.forget_global_seeds()  # as in a new process
+        keras.utils.set_random_seed(4)
+        return run(), random.random(), np.random.rand(), keras.random.uniform(())
+
+    expected, *after = train(lambda: case.train(epochs=1))
+    found, *left = train(lambda: case.accumulate(mode, options, epochs=1, verbose=2))
+    check_same(found, expected, TOLERANCE)
+    assert "random draws" not in capsys.readouterr().out
+    assert left == after
+
+
+class Drawn(keras.utils.PyDataset):
+    """Batches that threads, or Keras itself, draw by NumPy."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.seen = []
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        self.seen.append(np.random.rand(4, 5).astype("float32"))
+        return self.seen[-1], DENSE_Y[:4]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_data_that_is_drawn_while_python_draws_is_never_drawn_again(mode, workers, capsys):
+    """Nor is it taken for draws of the model, in a window that is not held, as on a GPU."""
+    model = Case(model_with(Unseeded)).build()
+    setting = {"microbatch_size": 2, "coupled": True} if mode == "split" else MODES[mode][0]
+    bigbatch.accumulate(model, **setting)
+    data = Drawn(workers=workers)
+    with mock.patch.object(accumulation.SameForAll, "draws_by_total", False):
+        model.fit(data, epochs=2, verbose=2)
+    assert len(data.seen) == len({one.tobytes() for one in data.seen})
+    assert "Python's random" not in capsys.readouterr().out
 
 
 class Attends(layers.Layer):
@@ -296,10 +359,10 @@ def test_two_passes_draw_the_same_twice(mode):
 
 
 def test_the_banner_names_layers_with_other_draws(capsys):
-    def said(mode, *extra):
+    def said(mode, *extra, **options):
         model = Case(model_with(*extra)).build()
         setting, size = MODES[mode]
-        bigbatch.accumulate(model, **setting)
+        bigbatch.accumulate(model, **setting, **options)
         model.fit(DENSE_X, DENSE_Y, batch_size=size, verbose=2)
         return capsys.readouterr().out
 
@@ -312,6 +375,8 @@ def test_the_banner_names_layers_with_other_draws(capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bigbatch.NotEqualWarning)
         assert "random draws differ from the full batch: sampling" in said("window", gamma)
+        coupled = said("split", gamma, coupled=True)
+        assert "random draws differ from the full batch: sampling" in coupled
         assert "random draws differ from the full batch: torch.randn_like" in said(
             "split", OfTorch
         )
@@ -321,11 +386,12 @@ def test_the_banner_names_layers_with_other_draws(capsys):
 
 
 def test_a_failed_batch_gives_the_random_numbers_back():
-    model = Case(model_with(lambda: layers.Dropout(0.3))).build()
+    model = Case(model_with(lambda: layers.Dropout(0.3), Unseeded)).build()
     bigbatch.accumulate(model, microbatch_size=8)
     model.train_on_batch(DENSE_X, DENSE_Y)
-    before = torch.get_rng_state()
+    before, drawn = torch.get_rng_state(), python_states()
     bad = [DENSE_X, DENSE_Y[:, :2]]
     with pytest.raises(RuntimeError, match="must match the size"):
         model.train_on_batch(*bad)
     assert torch.equal(before, torch.get_rng_state())
+    assert are_same_states(drawn, python_states())

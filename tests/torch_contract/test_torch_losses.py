@@ -76,6 +76,66 @@ def test_equals_the_full_batch(name, mode):
     check_same(LOSSES[name].accumulate(mode), LOSSES[name].train(), TOLERANCE)
 
 
+class AddsInTraining(layers.Layer):
+    """Adds a loss that a call without training does not show."""
+
+    def call(self, x, training=False):
+        if training:
+            self.add_loss(0.0 * ops.sum(x))
+        return x
+
+
+class Failing(keras.Model):
+    """Cannot be called with zeros, with which is tried what it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = layers.Dense(3), layers.Dense(3)
+
+    def call(self, x):
+        assert ops.any(x)
+        return self.one(x), self.two(x)
+
+
+def adding(*extra):
+    def make():
+        hidden = [layers.Dense(8), *(one() for one in extra), layers.Dense(3)]
+        return keras.Sequential([keras.Input((5,)), *hidden, AddsInTraining()])
+
+    return make
+
+
+def by_weights():
+    return keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+
+WEIGHTS = np.linspace(0.1, 2, len(DENSE_X))
+ODD = {
+    "a loss that is added in training": Case(
+        adding(), loss=by_weights, fit={"sample_weight": WEIGHTS}
+    ),
+    "and draws that need the batch": Case(
+        adding(lambda: layers.Dropout(0.3)), loss=by_weights, fit={"sample_weight": WEIGHTS}
+    ),
+    "a model that cannot be tried": Case(
+        Failing,
+        DENSE_X,
+        (DENSE_Y, DENSE_Y),
+        loss=lambda: [by_weights(), by_weights()],
+        fit={"sample_weight": (WEIGHTS, WEIGHTS**2)},
+    ),
+}
+
+
+@pytest.mark.parametrize("check", ["off", "raise"])
+@pytest.mark.parametrize("name", ODD)
+def test_terms_are_divided_by_their_weights(name, mode, check, capsys):
+    case = ODD[name]
+    found = case.accumulate(mode, {"check": check}, verbose=2)
+    check_same(found, case.train(), TOLERANCE)
+    assert "not checked" not in capsys.readouterr().out
+
+
 def test_micro_batches_by_themselves_differ():
     case = LOSSES["contrastive"]
     with mock.patch.object(Planning, "_decide"), pytest.raises(AssertionError, match="not the"):
@@ -92,7 +152,7 @@ def test_a_second_pass_with_other_draws_differs():
             yield start, count, batches.rows(self._nest, start, count)
 
     with mock.patch.object(TwoPasses, "_parts", twice), pytest.raises(AssertionError):
-        check_same(case.accumulate("split"), case.train(), TOLERANCE)
+        check_same(case.accumulate("split", {"check": "off"}), case.train(), TOLERANCE)
 
 
 def normalised():

@@ -14,6 +14,7 @@ import bigbatch
 from bigbatch.backends.torch import accumulation
 from bigbatch.backends.torch.draws import Draws
 from bigbatch.backends.torch.normals import NormalStream
+from bigbatch.engine.cause import Cause, with_equalizing
 from bigbatch.engine.microbatch import MicroBatch
 from bigbatch.errors import DifferenceError
 from comparison import check_same
@@ -170,6 +171,17 @@ def test_a_difference_is_told_by_name(name, mode):
     (message,) = fit(make(), mode)
     assert re.search(expected, message), message
     assert message.count("Fix:") == 1, message
+
+
+def test_causes_in_one_place_are_all_told():
+    of_step = [Cause("train_step of M", what, None, "") for what in ("it assigns", "it clips")]
+    model = keras.Sequential([layers.Equalization(name="equal")])
+    of_layer = Cause("layer 'equal' (Equalization)", "it mixes", 0.5, "")
+    *others, equalizes = with_equalizing(model, [*of_step, of_layer])
+    assert others == of_step
+    assert equalizes.size == 0.5
+    assert "it equalizes images" in equalizes.what
+    assert len(with_equalizing(model, of_step)) == 3
 
 
 def of_labels(y, z):

@@ -60,6 +60,16 @@ class Defaults:
         del model
         return contextlib.nullcontext()
 
+    def trying_two_passes(self, passes: Any, count: int) -> Block[None]:
+        """Return a block in which two passes are tried on `count` samples, to be undone."""
+        del passes, count
+        return contextlib.nullcontext()
+
+    def remarks_of_two_passes(self, passes: Any) -> list[str]:
+        """Return what to say of how two passes run, once they have run."""
+        del passes
+        return []
+
     def knows_bytes(self, accumulation: Any, data: Any, size: int) -> bool:
         """Note what micro-batches take, for `memory`, if that is known without running them."""
         del accumulation, data, size

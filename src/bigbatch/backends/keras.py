@@ -318,13 +318,13 @@ class Held:
         return found[-1]
 
 
-def is_copied_for_scikit_learn() -> bool:
-    """Say whether a wrapper for scikit-learn is copying a model, to train the copy."""
+def is_copied_for_scikit_learn(model: Any) -> bool:
+    """Say whether a wrapper for scikit-learn is copying its model, to train the copy."""
     frame = inspect.currentframe()
     while frame is not None:
         is_wrapper = frame.f_globals.get("__name__") == "keras.src.wrappers.sklearn_wrapper"
         if is_wrapper and frame.f_code.co_name == "_get_model":
-            return True
+            return frame.f_locals["self"].model is model
         frame = frame.f_back
     return False
 

@@ -45,6 +45,8 @@ class Keras3(KerasBackend):
         """Return the batches in an epoch, their size, and that of a smaller last one."""
         adapter = epoch_iterator.data_adapter
         size = rest = None
+        if is_batched_by_user(adapter):
+            return epoch_iterator.num_batches, None, None
         with contextlib.suppress(NotImplementedError):  # adapters may not know
             size = adapter.batch_size
             if not epoch_iterator.steps_per_epoch:
@@ -353,6 +355,13 @@ class Keras3(KerasBackend):
     def knows_mask(self, layer: Any) -> bool:
         del layer
         return True
+
+
+def is_batched_by_user(adapter: Any) -> bool:
+    """Say whether batches of a torch `DataLoader` are not of its `batch_size` for certain."""
+    collate = getattr(getattr(adapter, "_dataloader", None), "collate_fn", None)
+    module = getattr(collate, "__module__", None) or ""
+    return collate is not None and not module.startswith("torch.utils.data")
 
 
 def certain_batches_of(epoch_iterator: Any) -> int | None:

@@ -121,18 +121,22 @@ def with_equalizing(model: Any, found: list[Cause]) -> list[Cause]:
     Keras counts the values of all images at once. `RandAugment` and `AugMix` draw whether they
     equalize, so they may not do so where samples are tried.
     """
-    known = {cause.where: cause for cause in found}
+    causes = list(found)
     for layer in equalizing_layers(model):
         where = f"layer {layer.name!r} ({type(layer).__name__})"
-        tried = known.get(where)
-        known[where] = Cause(
+        tried = next((one for one in causes if one.where == where), None)
+        cause = Cause(
             where,
             "it equalizes images with the values of all images of a micro-batch, as "
             "keras.layers.Equalization does",
             tried and tried.size,
             "apply it to whole batches before fit(), with map() of a data set in split mode",
         )
-    return list(known.values())
+        if tried is None:
+            causes.append(cause)
+        else:
+            causes[causes.index(tried)] = cause
+    return causes
 
 
 def _may_look_up(layer: Any) -> bool:

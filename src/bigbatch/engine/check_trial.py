@@ -9,6 +9,7 @@ from bigbatch.backends.keras import backend_of, layers_of, metrics_of
 from bigbatch.core.outcome import Outcome
 from bigbatch.core.patching import contents_kept
 from bigbatch.engine.cause import Call, Part
+from bigbatch.engine.microbatch import CountsNeededError
 from bigbatch.engine.phases import Phases
 
 CUTS = {5: 3, 3: 2}
@@ -100,12 +101,17 @@ class Trial:
         numbers = phases.microbatch.numbers
         numbers.keep()
         before.update(numbers.values())
-        if self.makes_two_passes:
+        if phases.full_batch_loss is not None:
             length = size if backend.runs_in_python(model) else backend.data.integer(size)
-            of_pass, logs = phases.look_at_two_passes(whole, length)
+            with phases.full_batch_loss.trying(self.count):
+                of_pass, logs = phases.look_at_two_passes(whole, length)
             gradients = [*self._arrays_of(phases.microbatch, of_pass)]
         else:
-            gradients, logs = self._of_micro_batches(cuts, length)
+            try:
+                gradients, logs = self._of_micro_batches(cuts, length)
+            except CountsNeededError:
+                phases.begin_to_count(cuts[0])
+                gradients, logs = self._of_micro_batches(cuts, length)
         logs = backend.few_samples.arrays(logs)
         after = {**backend.few_samples.arrays(self._values()), **numbers.values()}
         phases.rollback.restore()

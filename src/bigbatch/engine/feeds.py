@@ -324,7 +324,11 @@ class Batches:
             logs = trainer.train_on(joined, -(-largest // parts))
         else:
             if held:
-                self._add_held(trainer)
+                try:
+                    self._add_held(trainer)
+                except CountsNeededError:
+                    phases.begin_to_count(held[0])
+                    self._add_held(trainer)
             logs = phases.finish(is_whole=False)
             for number in range(1, len(phases.passes)):
                 phases.begin_again(number)

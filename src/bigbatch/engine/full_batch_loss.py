@@ -37,17 +37,26 @@ class FullBatchLoss:
     Args:
         model: a Keras model that leaves `train_step` to Keras.
         microbatch: holds the sums of gradients.
+        say: called with what there is to know of how micro-batches run.
     """
 
-    def __init__(self, model: Any, microbatch: MicroBatch) -> None:
+    def __init__(
+        self, model: Any, microbatch: MicroBatch, say: Callable[[list[str]], None]
+    ) -> None:
         self._model = model
         self._backend = backend_of(model)
         self._microbatch = microbatch
+        self._say = say
         self._capturing = Capturing(model, microbatch.held)
         self._whole = self._backend.loss_of_whole_batch(model, self._running)
+        self._passes: Any = None
         if self._whole is None:
             self._passes = self._backend.two_passes(model, microbatch.kept)
         self._outputs: Any = None
+
+    def trying(self, count: int) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which this is tried on `count` samples, to be undone."""
+        return self._backend.trying_two_passes(self._whole or self._passes, count)
 
     def local(self, data: Any, size: Any) -> FullBatchTotals:
         """Run this replica's part of a batch; return what adds up over replicas."""
@@ -76,6 +85,7 @@ class FullBatchLoss:
             return left
 
         result, left = passes.run(forward, loss, keep, microbatch.open)
+        self._say(self._backend.remarks_of_two_passes(self._passes))
         gradients = microbatch.summed(microbatch.captured[0], left)
         samples = ops.weight(passes.batch.count)
         return FullBatchTotals(

@@ -185,7 +185,7 @@ class _Hooks:
         return self.logs
 
     def get_compile_config(self) -> Any:
-        if is_copied_for_scikit_learn():
+        if is_copied_for_scikit_learn(self._model):
             warnings.warn(
                 "bigbatch: SKLearnClassifier and SKLearnRegressor train a copy of a model, "
                 "which does not accumulate. Pass them a function that makes the model and "

@@ -49,8 +49,10 @@ class LossPlan:
     """Whether tensors of a batch differ in their number of samples."""
     is_gathered: bool = False
     """Whether `compute_loss` is called with the outputs of the whole batch, gathered."""
+    is_countable: bool = False
+    """Whether counting was tried and runs: eagerly that tells `needs_denominators`."""
     is_counted: bool = False
-    """Whether the batch has been counted, if it runs eagerly."""
+    """Whether what the terms of the batch divide by has been counted, if it runs eagerly."""
 
     def kind_of_term(self, position: int) -> Kind:
         """Return the kind of a loss given to `compile`; a step may compute them repeatedly."""

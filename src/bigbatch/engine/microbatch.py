@@ -269,6 +269,7 @@ class MicroBatch:
         is_traced = backend.is_traced(model)
         return (
             (is_traced if backend.shares_batches(model) else not is_traced)
+            and not self.plan.needs_denominators  # which `count` returns: both must agree
             and not self.plan.is_gathered
             and not backend.has_custom_train_step(model)
             and not backend.uses_inputs_after_call(model)
@@ -326,15 +327,17 @@ class MicroBatch:
         """
         backend, model = self.backend, self.model
         samples = backend.ops.weight(backend.data.sample_count(data))
+        is_custom, is_traced = backend.has_custom_train_step(model), backend.is_traced(model)
         needs_call = self.plan.needs_denominators or vector is None
-        if not needs_call and (
-            backend.has_custom_train_step(model) or not backend.is_traced(model)
-        ):
+        self.plan.is_counted = False
+        if not needs_call and (is_custom or (not is_traced and self.plan.is_countable)):
             # Its data may be nothing that can be called, and Python would compute all of it.
             return [samples]
         x, y, sample_weight = backend.unpacked(data)
+        # Eagerly this is a guess: in training layers may add losses.
+        can_weigh = self._can_weigh if vector is None or is_traced else lambda: False
         recorder = TermRecorder(
-            backend, self.plan, self._note, self.lengths, can_weigh=self._can_weigh
+            backend, self.plan, self._note, self.lengths, can_weigh=can_weigh
         )
         # The compiled loss alone: a custom compute_loss may change state, and must not twice.
         # Neither must metrics of layers.
@@ -348,6 +351,7 @@ class MicroBatch:
             y_pred = backend.call(model, x, training=False)
             if backend.compile_loss_of(model) is not None:
                 backend.compute_compiled_loss(model, y, y_pred, sample_weight)
+            self.plan.is_counted = True
         return [samples, *(samples if isinstance(d, str) else d for d in recorder.denominators)]
 
 

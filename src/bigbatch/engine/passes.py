@@ -131,7 +131,11 @@ class Passes:
     def say_remarks(self) -> None:
         """Say what there is to know of how micro-batches run, once."""
         remarks = self._backend.remarks(self.all_updates.runs)
-        for remark in (*remarks, *map(self._of_rows, self._sparse.larger_than_sums)):
+        self.say_each([*remarks, *map(self._of_rows, self._sparse.larger_than_sums)])
+
+    def say_each(self, remarks: list[str]) -> None:
+        """Say what has not been said before."""
+        for remark in remarks:
             if remark not in self._said:
                 self._said.append(remark)
                 self._say(remark)

@@ -99,7 +99,9 @@ class PhaseState:
         if self.is_exact:
             self.microbatch.plan.is_gathered = True
             return
-        self.full_batch_loss = FullBatchLoss(self._model, self.microbatch)
+        self.full_batch_loss = FullBatchLoss(
+            self._model, self.microbatch, self._passes.say_each
+        )
 
     @property
     def needs_whole_batch(self) -> bool:
@@ -208,18 +210,20 @@ class PhaseState:
         """Say whether the terms of the loss need numbers of the whole batch first."""
         backend, model, plan = self._backend, self._model, self.microbatch.plan
         is_known = is_whole and not backend.shares_batches(model)
-        if self._draws_by_total() and not is_known:
-            return True
+        is_for_draws = self._draws_by_total() and not is_known
         if backend.is_traced(model):
-            return plan.needs_denominators or (plan.needs_samples and not is_known)
+            needs_samples = plan.needs_samples and not is_known
+            return is_for_draws or plan.needs_denominators or needs_samples
         # Without a graph nothing is known before it happens, but a trial may tell; unless a
         # custom step is the one to build the model.
         is_custom = backend.has_custom_train_step(model)
-        if (is_built or not is_custom) and self._counts.can_run(data):
+        plan.is_countable = (is_built or not is_custom) and self._counts.can_run(data)
+        if plan.is_countable:
             needs_samples = plan.needs_samples or plan.compute_loss is Kind.SUM
-            return plan.needs_denominators or (needs_samples and not is_known)
+            return is_for_draws or plan.needs_denominators or (needs_samples and not is_known)
         has_targets = backend.unpacked(data)[1] is not None  # or the loss has others
-        return has_targets and backend.compile_loss_of(model) is not None and not is_custom
+        has_terms = has_targets and backend.compile_loss_of(model) is not None
+        return is_for_draws or (has_terms and not is_custom)
 
     def _draws_by_total(self) -> bool:
         """Say whether random numbers depend on how many samples the batch has."""
@@ -245,7 +249,7 @@ class PhaseState:
         `is_open` says whether other micro-batches of its batch have run already.
         """
         self.rollback.restore()
-        if is_open or self.needs_counts or not self._counts.can_run(data):
+        if is_open or self.microbatch.plan.is_counted or not self._counts.can_run(data):
             raise ContextError(
                 explain(
                     received="a train_step that is not traced, whose loss divides by a mask "

@@ -264,7 +264,7 @@ class Phases(PhaseState):
         """
         ops = self._ops
 
-        self.microbatch.plan.is_counted = self.needs_counts
+        self.microbatch.plan.is_counted &= self.needs_counts
 
         def local(data: Any, size: Any, length: Any) -> None:
             count = self._backend.data.sample_count(data)

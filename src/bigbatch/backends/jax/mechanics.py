@@ -107,6 +107,12 @@ class JaxBackend(OneReplica, Backend):
             )
         return TwoPasses(self, model, running, is_eager=self.runs_eagerly(model))
 
+    def trying_two_passes(
+        self, passes: TwoPasses, count: int
+    ) -> contextlib.AbstractContextManager[None]:
+        del count
+        return passes.trying()
+
     def replica_vector(self, model: Any) -> state.Cell:
         del model
         return state.Cell(None)

@@ -17,7 +17,7 @@ from bigbatch.backends.jax.ops import Rows, weight_dtype
 from bigbatch.backends.jax.state import of_microbatches, of_updates, scope_of, values_of
 from bigbatch.backends.jax.steps import UpdateResults, given, noting_step
 from bigbatch.core.passes import NONE, Order
-from bigbatch.core.python_random import are_same_states, python_states
+from bigbatch.core.python_random import PythonDraws
 from bigbatch.errors import ContextError, explain
 
 CHANGES_ITSELF = explain(
@@ -88,9 +88,11 @@ class TracedMicrobatch:
         count = batches.sample_count(types)
         count = min(count, size) if size else count
         arguments = self._abstract_arguments(types, count)
-        before = python_states()
-        traced = self._program.trace(*arguments)
-        self.draws_by_python |= not are_same_states(before, python_states())
+        own = PythonDraws()
+        with own.drawing():
+            traced = self._program.trace(*arguments)
+        self.draws_by_python |= own.has_drawn
+        own.go_on()
         drawn = self._drawn
         if drawn:
             other = self._abstract_arguments(types, count + 1)

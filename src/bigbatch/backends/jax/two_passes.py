@@ -8,7 +8,8 @@ stand in the loss itself. The second pass takes the gradients of outputs back to
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable
+import functools
+from typing import Any, Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,19 @@ from keras import tree
 
 from bigbatch.backends.base import Backend
 from bigbatch.backends.jax import data as batches
-from bigbatch.backends.jax.compat import losses_replaced, stateless_call, update_metrics
+from bigbatch.backends.jax.compat import (
+    losses_replaced,
+    quickly,
+    stateless_call,
+    update_metrics,
+)
 from bigbatch.backends.jax.devices import current_shards
 from bigbatch.backends.jax.draws import MicrobatchRows, drawing, places_of
 from bigbatch.backends.jax.memory import noticing
 from bigbatch.backends.jax.ops import widened
 from bigbatch.backends.jax.state import assign, scope_of, values_of, variables_of
 from bigbatch.backends.keras import mask_of, set_mask
+from bigbatch.core.patching import replaced
 
 
 class TwoPasses:
@@ -44,13 +51,33 @@ class TwoPasses:
         self._places: list[str | None] | None = None
         self._drawn: list[Any] = []
         self._structure: Any = None
-        jit: Any = (lambda function, **_: function) if is_eager else jax.jit
-        self._first = jit(self._forward)
-        self._between = jit(self._loss)
-        self._second = jit(self._back, donate_argnums=0)
+        self._is_eager = is_eager
+        self._programs = self._made()
+
+    def _made(self, **options: Any) -> tuple[Any, Any, Any]:
+        """Return programs that are yet to be traced: a pass, the loss, the other pass."""
+        # Functions of their own, or traces of others with other switches would be remembered.
+        forward, loss, back = (
+            functools.partial(lambda function, *all: function(*all), one)
+            for one in (self._forward, self._loss, self._back)
+        )
+        if self._is_eager:
+            return forward, loss, back
+        first, between = jax.jit(forward, **options), jax.jit(loss, **options)
+        return first, between, jax.jit(back, donate_argnums=0, **options)
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Return a block in which a few samples are tried, and programs are not kept.
+
+        They read the switch of batch normalisation when they are traced.
+        """
+        with replaced(self, _programs=self._made(compiler_options=quickly())):
+            yield
 
     def run(self, data: Any, size: int) -> tuple[list[Any], Any, dict[str, Any]]:
         """Return the gradients of the loss by the weights, moments of layers, and the logs."""
+        run_first, run_loss, run_second = self._programs
         count = batches.checked_count(data)
         size = min(size, count)
         if self._structure is None:
@@ -67,7 +94,7 @@ class TwoPasses:
             for start, rows in cuts:
                 x = self._inputs(batches.rows(data, start, rows))
                 share = rows / count
-                first = self._first(weights, others, jnp.uint32(start), x, share)
+                first = run_first(weights, others, jnp.uint32(start), x, share)
                 found, new, moments = first
                 of_layers = plus(of_layers, moments)
                 outputs.append(found[0])
@@ -76,13 +103,13 @@ class TwoPasses:
             del outputs
             means = [sum(some) for some in zip(*losses)]
             state = weights, new, slots, metrics
-            logs, metrics, gradients, seeds = self._between(state, whole, means, data)
+            logs, metrics, gradients, seeds = run_loss(state, whole, means, data)
             sums = jax.tree.map(lambda g: g.astype(widened(g.dtype)), gradients)
             for start, rows in cuts:
                 x = self._inputs(batches.rows(data, start, rows))
                 seed = batches.rows(seeds[0], start, rows), seeds[1]
                 arguments = weights, others, jnp.uint32(start), x, rows / count, seed
-                sums = self._second(sums, *arguments)
+                sums = run_second(sums, *arguments)
         assign([*parts[1], *parts[3]], [*new, *metrics])
         return sums, of_layers, logs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 
@@ -19,7 +19,7 @@ from bigbatch.backends.torch.sums import PythonSums
 from bigbatch.backends.torch.trial import Choices, Told, seeds_of, told_by_trial
 from bigbatch.backends.torch.whole_draws import WholeDraws
 from bigbatch.core.patching import replaced
-from bigbatch.core.python_random import python_states, set_python_states
+from bigbatch.core.python_random import PythonDraws, python_states
 
 
 class SameForAll:
@@ -33,13 +33,16 @@ class SameForAll:
     def __init__(self, backend: Backend, model: Any) -> None:
         self._backend, self._model = backend, model
         self._draws = Draws()
-        self._before: list[tuple[Any, Any]] = []
+        self._before: list[tuple[Any, Any]] | None = None
         self._started = 0
         self._knows_step = False
         self._drawn: list[Drawn] = []
         self._unknown: list[str] = []
         self._choices = Choices()
+        self._draws_globally = False
         self._python: Any = None
+        self._by_python: PythonDraws | None = None
+        self._repeated: Any = None
         self.in_blocks = False
         """Whether several rows for each sample are in blocks in draws."""
         self.is_prepared = False
@@ -68,8 +71,17 @@ class SameForAll:
         # What Python chooses may draw something else in the next batch.
         self._draws.places = None if told.choices.of_batch else told.places
         self._draws.shared = {(one.kind, one.shape) for one in told.shared}
-        if any(has_global_seed(one) for one in (*told.drawn, *told.shared)):
-            make_global_seeds()  # before a batch, so that micro-batches go back to its state
+        draws = (*told.drawn, *told.shared)
+        self._draws_globally = any(map(has_global_seed, draws))
+        self._make_seeds()
+
+    def _make_seeds(self) -> None:
+        """Make the generator of Keras that seeds are drawn from, as the first draw would.
+
+        Before a batch, so that micro-batches and passes go back to its state.
+        """
+        if self._draws_globally:
+            make_global_seeds()
 
     def with_other_draws(self) -> list[str]:
         """Name what may draw other numbers than the full batch, by layers."""
@@ -128,7 +140,7 @@ class SameForAll:
 
     def begin(self, start: int = 0) -> None:
         """Begin a batch whose samples are there from `start` on."""
-        self._started = start
+        self._started, self._before = start, None
         self._draws.begin()
 
     @contextlib.contextmanager
@@ -137,18 +149,43 @@ class SameForAll:
 
         `total` is the number of samples of the batch, if that is known.
         """
-        if not self._started or not self._before:
+        is_first = self._before is None
+        if self._before is None:
+            self._make_seeds()
             once = {**self.once, **{id(one): one for one in seeds_of(self._model)}}
             self._before = [(one, one.detach().clone()) for one in once.values()]
-            self._python = python_states() if self._choices.of_batch else None
-        elif self._python is not None:
-            set_python_states(self._python)
+            if any(self._choices):
+                self._python = self._repeated or python_states()
         with torch.no_grad():
             for one, value in self._before:
                 one.copy_(value)
-        with self._draws.rows(self._started, count, total):
+        with self._draws.rows(self._started, count, total), self._drawing_by_python(is_first):
             yield
         self._started += count
+
+    @contextlib.contextmanager
+    def _drawing_by_python(self, is_first: bool) -> Iterator[None]:
+        """Return a block in which Python draws what it draws for the batch."""
+        if not any(self._choices):
+            yield
+            return
+        begins = is_first or self._choices.of_batch
+        self._by_python = PythonDraws(self._python if begins else None)
+        with self._by_python.drawing():
+            yield
+        # The batch draws as often as its first micro-batch, and data may be drawn next.
+        if self._repeated is None and (is_first or self._choices.of_samples):
+            self._by_python.go_on()
+
+    @contextlib.contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Return a block in which a batch runs several times, and Python draws the same."""
+        self._make_seeds()
+        is_outer = self._repeated is None
+        with replaced(self, _repeated=self._repeated or python_states()):
+            yield
+        if is_outer and self._by_python is not None:
+            self._by_python.go_on()
 
 
 class Accumulation:

@@ -39,7 +39,7 @@ class Keras3OnTorch(Keras3, TorchBackend):
             if iterator is None:
                 hooks.batches_per_epoch = None
             else:
-                hooks.begin(batches_of(iterator), certain_batches_of(iterator))
+                hooks.begin(self.batches_of(iterator), certain_batches_of(iterator))
 
         def end_epoch(logs: Any) -> Any:
             # Evaluation ends here too, perhaps in the middle of a window, with logs of its own.
@@ -141,14 +141,3 @@ def certain_batches_of(epoch_iterator: Any) -> int | None:
     if epoch_iterator.steps_per_epoch and epoch_iterator.data_adapter.num_batches:
         return None
     return epoch_iterator.num_batches
-
-
-def batches_of(epoch_iterator: Any) -> tuple[int | None, int | None, int | None]:
-    """Return the number of batches in an epoch, their size, and that of a smaller last one."""
-    adapter = epoch_iterator.data_adapter
-    size = rest = None
-    with contextlib.suppress(NotImplementedError):  # adapters may not know
-        size = adapter.batch_size
-        if not epoch_iterator.steps_per_epoch:
-            rest = adapter.partial_batch_size
-    return epoch_iterator.num_batches, size, rest

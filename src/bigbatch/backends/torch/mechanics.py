@@ -19,7 +19,7 @@ from bigbatch.backends.torch.sample import TorchSample, sample_of
 from bigbatch.backends.torch.step_trial import told_by_step
 from bigbatch.backends.torch.sums import GradientSums
 from bigbatch.backends.torch.table import Table
-from bigbatch.backends.torch.two_passes import TwoPasses
+from bigbatch.backends.torch.two_passes import Passes
 from bigbatch.core.passes import Order
 
 _SHOWN = 5
@@ -95,7 +95,7 @@ class TorchBackend(OneReplica, Backend):
     def draws_by_total(self, accumulation: Accumulation) -> bool:
         return accumulation.draws_by_total
 
-    def remarks(self, accumulation: Accumulation) -> list[str]:
+    def remarks(self, accumulation: Accumulation | Passes) -> list[str]:
         names = accumulation.with_other_draws()
         shown = ", ".join(names[:_SHOWN])
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -104,14 +104,15 @@ class TorchBackend(OneReplica, Backend):
 
     def two_passes(self, model: Any, kept: Callable[[], list[Any]]) -> Any:
         del kept
-        same = SameForAll(self, model)
+        return Passes(SameForAll(self, model), lambda: self.state_of(model))
 
-        def passes(nest: Any, size: int) -> TwoPasses:
-            if not same.is_prepared:
-                same.prepare(data.types_of_any_count(nest[0]))
-            return TwoPasses(nest, size, lambda: self.state_of(model), same)
+    def remarks_of_two_passes(self, passes: Passes) -> list[str]:
+        return self.remarks(passes)
 
-        return passes
+    def trying_two_passes(
+        self, passes: Passes, count: int
+    ) -> contextlib.AbstractContextManager[None]:
+        return passes.same.few_samples(count)
 
     @contextlib.contextmanager
     def without_effects(self, model: Any) -> Iterator[None]:

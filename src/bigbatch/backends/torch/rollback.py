@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterable, Iterator
 import torch
 
 from bigbatch.backends.torch.compat import forget_global_seeds, global_seed_state
-from bigbatch.core.python_random import python_states, set_python_states
+from bigbatch.core.python_random import PythonDraws, put_back_python_states, python_states
 from bigbatch.errors import ContextError, explain
 
 _NONE, _TAKEN, _FINAL = 0, 1, 2
@@ -46,7 +46,7 @@ class Copies:
         if not self._seeds:
             forget_global_seeds()
         set_generator_states(self._random[0])
-        set_python_states(self._random[1])
+        put_back_python_states(self._random[1])
 
 
 def _on_host(value: Any) -> Any:
@@ -165,11 +165,16 @@ def gradients_aside(parameters: Iterable[Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def unchanged(tensors: Iterable[Any]) -> Iterator[Callable[[], None]]:
     """Return a block after which tensors are as before; it gives a way to go back sooner."""
-    copies = Copies(tensors, on_host=True)
+    copies, by_python = Copies(tensors, on_host=True), PythonDraws()
     parameters = [one for one, _ in copies.of.values() if one.requires_grad]
-    with gradients_aside(parameters):
+
+    def put_back() -> None:
+        copies.put_back()
+        by_python.start_again()
+
+    with gradients_aside(parameters), by_python.drawing():
         try:
-            yield copies.put_back
+            yield put_back
         finally:
             copies.put_back()
 

@@ -9,6 +9,7 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import metrics_of, optimizers_of
 from bigbatch.backends.torch import data as batches
+from bigbatch.backends.torch.compat import make_global_seeds
 from bigbatch.backends.torch.dependence import Operations, independent_of, noting
 from bigbatch.backends.torch.draws import Drawn, watching_draws
 from bigbatch.backends.torch.trial import Choices, Told, by_samples, candidates_of, places_of
@@ -41,6 +42,7 @@ def told_by_step(
     variables = kept_by(backend, model)
     candidates = candidates_of(backend, model, variables)
     operations = Operations(variables, lambda _: [])
+    make_global_seeds()  # or Python would draw a seed for them in the first run
     start = python_states()
     with watching_draws(draws[0].append), noting(operations):
         run(batches.with_own_weights(other))
@@ -55,6 +57,7 @@ def told_by_step(
 
     operations = Operations(variables, same)
     unknown: list[str] = []
+    make_global_seeds()  # as before
     with watching_draws(draws[1].append, unknown.append), noting(operations):
         run(batches.with_own_weights(data))
     ends.append(python_states())

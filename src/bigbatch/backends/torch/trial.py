@@ -10,7 +10,11 @@ import torch
 from bigbatch.backends.base import Backend
 from bigbatch.backends.keras import layers_of
 from bigbatch.backends.torch import data as batches
-from bigbatch.backends.torch.compat import global_seed_state, seed_generators_of
+from bigbatch.backends.torch.compat import (
+    global_seed_state,
+    make_global_seeds,
+    seed_generators_of,
+)
 from bigbatch.backends.torch.dependence import Operations, noting
 from bigbatch.backends.torch.draws import Drawn, watching_draws
 from bigbatch.backends.torch.rollback import unchanged
@@ -66,13 +70,16 @@ def told_by_trial(backend: Backend, model: Any, types: Any) -> Told:
     candidates = candidates_of(backend, model, list({id(one): one for one in state}.values()))
     known = {id(one) for one in variables}
     unknown: list[str] = []
-    start, ends = python_states(), []
+    start: Any = None
+    ends: list[Any] = []
     # If it fails, it is left to training.
     with unchanged(state) as put_back, contextlib.suppress(Exception):
         for count, fill in _TRIALS:
             seen: list[Drawn] = []
             x, _, _ = backend.unpacked(batches.samples_of(types, count, fill))
             operations = Operations(variables, lambda _: [])
+            make_global_seeds()  # or Python would draw a seed for them in the first trial
+            start = python_states()
             with backend.without_effects(model), watching_draws(seen.append, unknown.append):
                 with noting(operations):
                     backend.call(model, x, training=True)

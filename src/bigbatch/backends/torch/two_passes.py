@@ -57,6 +57,25 @@ class ReplicaRows:
         return nest
 
 
+class Passes(NamedTuple):
+    """What makes two passes over the batches of a model."""
+
+    same: Any
+    """What every micro-batch starts from."""
+    state: Callable[[], list[Any]]
+    """Returns the tensors that a micro-batch may change."""
+
+    def with_other_draws(self) -> list[str]:
+        """Name what may draw other numbers than the full batch."""
+        return self.same.with_other_draws()
+
+    def __call__(self, nest: Any, size: int) -> TwoPasses:
+        """Return two passes over a batch, `size` samples at a time."""
+        if not self.same.is_prepared:
+            self.same.prepare(batches.types_of_any_count(nest[0]))
+        return TwoPasses(nest, size, self.state, self.same)
+
+
 class TwoPasses:
     """Two passes over the micro-batches of a batch, with a loss of the whole between them.
 
@@ -108,6 +127,16 @@ class TwoPasses:
             keep: called with the gradients of all micro-batches so far.
             begin: called before the second pass.
         """
+        with self._same.repeated():
+            return self._run(forward, loss, keep, begin)
+
+    def _run(
+        self,
+        forward: Callable[..., Any],
+        loss: Callable[[list[Any], list[Any]], LossOfBatch],
+        keep: Callable[[Any], Any],
+        begin: Callable[[], None],
+    ) -> tuple[LossOfBatch, Any]:
         total = self.batch.count
         before = Copies(self._state())
         rows, means = self._first(forward)
