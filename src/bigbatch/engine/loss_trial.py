@@ -3,7 +3,7 @@
 The same samples are given to each part of the loss whole and cut into two unequal parts. If
 the value for all of them is the mean of the values for the parts, weighted by samples, it is a
 mean; if it is their sum, a sum; if neither, it can only be computed for the batch as a whole.
-Means and sums have to be found with another cut of the same samples, too.
+Means and sums have to be found with two other cuts of the same samples, too.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class LossTrial:
             self.has_rows = all(self._sample.has_rows(leaf) for leaf in leaves)
             self.bytes_of_outputs = self._backend.data.bytes_of(leaves) // count
             plan = self._plan_of_parts(added, outputs)
-            if plan.has_sums:  # parts may have as many labels as samples, by chance
-                self._cut_after(count - self._first)
-                plan.keep_common(self._plan_of_parts(added, outputs))
+            for first in (count - self._first, count // 2):
+                if plan.has_sums:  # a part may have the average count of labels, by chance
+                    self._cut_after(first)
+                    plan.keep_common(self._plan_of_parts(added, outputs))
         return plan
 
     def _cut_after(self, first: int) -> None:
