@@ -79,18 +79,6 @@ def test_a_size_without_a_name():
         assert eval(f"bigbatch.{fix}") is model
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_an_optimizer_that_accumulates_itself_is_refused_at_once(setting):
-    """If the model is compiled; following the message trains."""
-    model = dense()
-    model.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
-    with pytest.raises(ArgumentError, match="Fix: remove gradient_accumulation_steps"):
-        bigbatch.accumulate(model, **setting)
-    assert "fit" not in vars(model)
-    model.compile(keras.optimizers.SGD(), "mse")
-    bigbatch.accumulate(model, **setting).fit(DENSE_X, DENSE_Y, batch_size=9, verbose=0)
-
-
 @pytest.mark.parametrize("model", ["model", None, keras.layers.Dense(2)])
 @pytest.mark.parametrize(
     "function", [lambda m: bigbatch.accumulate(m, microbatch_size=4), bigbatch.restore]

@@ -139,7 +139,7 @@ def test_the_contract_catches_a_mean_of_means_without_state(monkeypatch):
 
 
 def uncorrected_terms(monkeypatch):
-    monkeypatch.setattr(MicroBatch, "_correction", lambda *_: None)
+    monkeypatch.setattr(MicroBatch, "correction", lambda *_: None)
 
 
 def unweighted_micro_batches(monkeypatch):

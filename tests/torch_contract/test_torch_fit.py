@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import bigbatch
+from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch import sums
 from bigbatch.backends.torch.keras3 import Keras3OnTorch
 from bigbatch.engine.microbatch import MicroBatch
-from bigbatch.errors import ArgumentError, ContextError
 from comparison import check_same, check_same_models, largest_difference
 from fit_cases import DENSE_X, DENSE_Y, TOKEN_Y, TOKENS, Case, masked
+from fixes import refused
 from torch_cases import CASES, OwnTrainStep
 
 layers = keras.layers
@@ -161,9 +162,18 @@ def test_several_batches_per_call_are_refused():
         CASES["dense"].compiled(steps_per_execution=2).build(), microbatch_size=8
     )
     before = model.get_weights()
-    with pytest.raises(ArgumentError, match=r"(?s)steps_per_execution=2.*Fix: leave"):
+    with refused("leave steps_per_execution out of compile()"):
         model.fit(DENSE_X, DENSE_Y, verbose=0)
     assert largest_difference(model.get_weights(), before) == 0
+    model.compile("sgd", "mse")
+    model.fit(DENSE_X, DENSE_Y, verbose=0)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused():
+    x, y = torch.ones(20, 5), torch.ones(21, 3)
+    with refused("slice or stack the tensors of the batch to one length"):
+        batches.checked_count((x, y))
+    assert batches.checked_count((x, y[:20])) == 20
 
 
 def test_what_torch_compile_would_do_is_said():
@@ -190,9 +200,11 @@ def test_a_step_that_does_not_clear_its_gradients_is_refused():
     model = bigbatch.accumulate(Case(NeverClears).build(), microbatch_size=8)
     model(DENSE_X)
     before = model.get_weights()
-    with pytest.raises(ContextError, match=r"(?s)does not clear them.*self\.zero_grad\(\)"):
+    with refused("call self.zero_grad() in train_step, before loss.backward()"):
         model.fit(DENSE_X, DENSE_Y, batch_size=21, verbose=0)
     assert largest_difference(model.get_weights(), before) == 0
+    model = bigbatch.accumulate(Case(OwnTrainStep).build(), microbatch_size=8)
+    model.fit(DENSE_X, DENSE_Y, batch_size=21, verbose=0)
 
 
 def test_a_failed_batch_has_not_happened(mode):
@@ -257,7 +269,7 @@ def not_weighing():
 
 
 def test_a_mean_of_means_differs():
-    with not_weighing(), mock.patch.object(MicroBatch, "_correction", return_value=None):
+    with not_weighing(), mock.patch.object(MicroBatch, "correction", return_value=None):
         check_differs("masked")
 
 

@@ -149,7 +149,7 @@ class Bank(layers.Layer):
 
 PLANTED = {
     "contrastive": (Contrastive, "train_step of Contrastive: its loss compares samples"),
-    "divided by labels": (OfLabels, "train_step of OfLabels: its loss compares samples, or"),
+    "divided by labels": (OfLabels, "train_step of OfLabels: its loss divides by something"),
     "clipped by hand": (Clipped, "train_step of Clipped: .*clipvalue="),
     "logged": (LogsLargest, "logged value 'largest'"),
     "weights": (MovesWeights, "variable '.*': every micro-batch"),

@@ -86,7 +86,7 @@ def keywords_explained(**meant: str) -> Callable[[Function], Function]:
                     explain(
                         received=text,
                         expected=f"{first}, and one of these by name: {', '.join(others)}",
-                        fix=f"write {' or '.join(written)}" if right else f"leave {name} out",
+                        fix=f"call {' or '.join(written)}" if right else f"leave {name} out",
                     )
                 )
             return function(*args, **kwargs)

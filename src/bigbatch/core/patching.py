@@ -109,3 +109,14 @@ def _are_same(held: Any, kept: Any) -> bool:
     if isinstance(kept, dict):
         return all(name in held and held[name] is value for name, value in kept.items())
     return all(one is other for one, other in zip(held, kept))
+
+
+@contextlib.contextmanager
+def suppressed_except(kept: Any) -> Iterator[None]:
+    """Return a block that may fail, except with errors of the kinds that are kept."""
+    try:
+        yield
+    except kept:
+        raise
+    except Exception:
+        pass

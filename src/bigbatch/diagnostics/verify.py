@@ -217,12 +217,12 @@ class _Comparison:
             model.run_eagerly = eagerly
         missing = [one for one in optimizers_of(model) if not one.built]
         if missing:
+            names = [repr(self._backend.name_of(one)) for one in missing]
             raise ArgumentError(
                 explain(
-                    received=f"the optimizer {self._backend.name_of(missing[0])!r}, which has "
-                    "no variables yet",
+                    received=f"optimizers that have no variables yet: {', '.join(names)}",
                     expected="optimizers whose state can be put back",
-                    fix="call its build() with the variables that train_step updates by it",
+                    fix="call build() of each with the variables that train_step updates by it",
                 )
             )
 

@@ -3,63 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import numpy as np
 
 from bigbatch.backends.keras import backend_of, equalizing_layers, layers_of, optimizers_of
-from bigbatch.core.outcome import GRADIENT, VARIABLE, Item, of_parts, relative_norm
+from bigbatch.core.outcome import GRADIENT, VARIABLE, Item
 from bigbatch.core.sparse_gradients import DENSE
-
-LOSS = "the loss"
-_SHOWN = 3
-"""How many causes a warning names."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One thing that makes updates differ."""
-
-    where: str
-    """The layer, loss, variable or logged value, by name."""
-    what: str
-    """What it does, in words."""
-    size: float | None
-    """The relative difference, if it is known."""
-    fix: str
-    subject: str = ""
-    """`LOSS`, or the logged value it is about: users may have been told about it."""
-
-    def __str__(self) -> str:
-        size = "" if self.size is None else f" (difference {self.size:.0e})"
-        return f"{self.where}: {self.what}{size}. Fix: {self.fix}."
-
-
-def text_of(causes: list[Cause]) -> str:
-    """Return the text of a warning."""
-    lines = "\n".join(f"- {cause}" for cause in causes[:_SHOWN])
-    is_tried = any(cause.size is not None for cause in causes)
-    tried = " Samples of the first batch, cut into micro-batches, gave other results than in"
-    how = f".{tried} one part:" if is_tried else ":"
-    return f"training will differ from the full batch{how}\n{lines}"
-
-
-class Call(NamedTuple):
-    """One call of a layer, with arrays."""
-
-    layer: Any
-    inputs: list[Any]
-    outputs: list[Any]
-    losses: list[Any]
-
-
-class Part(NamedTuple):
-    """One micro-batch that Python has run: its share of the samples, and what was seen."""
-
-    share: float
-    calls: list[Call]
-    gradients: list[Any]
+from bigbatch.engine.difference import LOSS, Cause, Part, differ
+from bigbatch.engine.train_step_cause import of_mixed_inputs, of_other_weights
 
 
 def causes_of(
@@ -89,7 +41,7 @@ def causes_of(
     # State that differs explains gradients, if they are equal without it.
     is_state = bool(causes) and bool(whole) and _agree(whole, _added(parts[1:]), rounding)
     if gradients and not is_state and not any(one.where.startswith("layer") for one in causes):
-        causes.insert(0, _of_loss(model, gradients, logs_agree=logs_agree))
+        causes.insert(0, _of_loss(model, gradients, parts, rounding, logs_agree=logs_agree))
     return causes or [_of_log(model, item, size) for item, size in found.items()]
 
 
@@ -191,27 +143,17 @@ def _of_layers(
         inner = {id(one) for one in layers_of(layer)} if layer is not model else set(found)
         if id(layer) in found or inner & set(found):
             continue
-        if _differ([call.inputs for call in calls], shares) > rounding:
+        if differ([call.inputs for call in calls], shares) > rounding:
             continue  # by what another layer did
-        size = _differ([call.outputs for call in calls], shares)
+        size = differ([call.outputs for call in calls], shares)
         if size > rounding:
             make = _assigned if any(map(assigns, layer.weights)) else _mixing
             found[id(layer)] = make(model, layer, size)
             continue
-        size = _differ([call.losses for call in calls], shares)
+        size = differ([call.losses for call in calls], shares)
         if size > rounding:
             found[id(layer)] = _adding(layer, size)
     return list(found.values())
-
-
-def _differ(values: list[list[Any]], shares: list[float]) -> float:
-    """Return how much values of the whole differ from those of its parts put together."""
-    largest = 0.0
-    for whole, *parts in zip(*values):
-        if whole is None or np.asarray(whole).dtype.kind != "f":
-            continue
-        largest = max(largest, relative_norm(whole, of_parts(whole, parts, shares)))
-    return largest
 
 
 def _mixing(model: Any, layer: Any, size: float) -> Cause:
@@ -221,15 +163,18 @@ def _mixing(model: Any, layer: Any, size: float) -> Cause:
             where,
             "it draws random numbers that cannot equal the full batch",
             size,
-            "draw uniform or normal numbers with keras.random and a SeedGenerator, or ignore "
-            "this if other numbers of the same distribution are good enough",
+            "draw uniform or normal numbers with keras.random and a SeedGenerator, or use a "
+            "layer that mixes samples (MixUp, CutMix) before fit(), by map() of a data set of "
+            "whole batches in split mode, or ignore this if other numbers of the same "
+            "distribution are good enough",
         )
     return Cause(
         where,
         "it mixes the samples of a batch, and a micro-batch has fewer of them",
         size,
         "compute every sample separately in call(), and compare samples in the loss passed to "
-        "compile(), which is computed on the whole batch",
+        "compile(), which is computed on the whole batch; or, with Keras 3 on TensorFlow or "
+        'JAX, mix them with bigbatch.cross_microbatch_sum and batch_norm="exact"',
     )
 
 
@@ -248,9 +193,10 @@ def _adding(layer: Any, size: float) -> Cause:
         f"layer {layer.name!r} ({type(layer).__name__})",
         "its add_loss() is not a mean over samples",
         size,
-        "divide the value passed to add_loss by the number of samples; if it multiplies or "
-        "divides sums of the whole batch, as the load balance of experts does, compute them "
-        'with bigbatch.cross_microbatch_sum and pass batch_norm="exact"',
+        "pass a mean over samples to add_loss(); let call() return what compares samples, and "
+        "add that to the loss in compute_loss(), which is computed on the whole batch; or "
+        "compute sums of the whole batch with bigbatch.cross_microbatch_sum, and pass "
+        'batch_norm="exact"',
     )
 
 
@@ -259,7 +205,9 @@ def _of_variable(item: Item, size: float) -> Cause:
         f"variable {item.name!r}",
         "every micro-batch changes it, and the full batch changes it once",
         size,
-        "assign it once per update, in on_train_batch_end of a callback",
+        "assign it once per update, in a callback; or, with Keras 3 on TensorFlow, compute it "
+        "from all samples by bigbatch.cross_microbatch_sum or cross_microbatch_gather, with "
+        'batch_norm="exact"',
     )
 
 
@@ -283,6 +231,8 @@ def _of_log(model: Any, item: Item, size: float) -> Cause:
 def _of_loss(
     model: Any,
     gradients: dict[Item, float],
+    parts: list[Part],
+    rounding: float,
     *,
     logs_agree: bool,
 ) -> Cause:
@@ -308,6 +258,9 @@ def _of_loss(
             "pass coupled=True to accumulate(), which computes it on the whole batch",
             subject=LOSS,
         )
+    mixed = of_mixed_inputs(model, parts, rounding)
+    if mixed is not None:
+        return mixed
     where = f"train_step of {type(model).__name__}"
     if logs_agree:
         return Cause(
@@ -317,7 +270,7 @@ def _of_loss(
             size,
             "let the optimizer do it: global_clipnorm=, clipnorm= or clipvalue=",
         )
-    return Cause(
+    return of_other_weights(model, parts, rounding, of) or Cause(
         where,
         f"its loss compares samples, or divides by something other than their number; {of}",
         size,

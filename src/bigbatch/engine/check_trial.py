@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, Callable, Iterator
 
 from bigbatch.backends.keras import backend_of, layers_of, metrics_of
 from bigbatch.core.outcome import Outcome
-from bigbatch.core.patching import contents_kept
-from bigbatch.engine.cause import Call, Part
+from bigbatch.core.patching import contents_kept, replaced
+from bigbatch.engine.difference import Call, Part
 from bigbatch.engine.microbatch import CountsNeededError
 from bigbatch.engine.phases import Phases
+from bigbatch.engine.totals import BatchContext
 
 CUTS = {5: 3, 3: 2}
 """How many samples are tried, and how many of them the first part has."""
@@ -177,6 +179,36 @@ class Trial:
             self.put_back()
         phases.microbatch.numbers.put_back()
         return parts
+
+    def miscounted(self) -> float:
+        """Return how far what `train_step` divides by is from what was counted before.
+
+        Counted is what the data and the model say: a custom step may compute weights itself.
+        """
+        backend, phases, model = self._backend, self._phases, self._model
+        is_custom = backend.has_custom_train_step(model)
+        if not is_custom or not phases.needs_counts or backend.replicas(model) > 1:
+            return 0.0
+        microbatch, pairs, sizes = phases.passes[0].microbatch, [], [0.0]
+        correction, terms = microbatch.correction, backend.number_of_terms(model)
+
+        def note(context: BatchContext, samples: Any, position: int, divisor: Any) -> Any:
+            if not isinstance(divisor, str):
+                pairs.append((divisor, context.denominators[position % terms]))
+            return correction(context, samples, position, divisor)
+
+        data = backend.few_samples.rows_on_replicas(model, self._samples, range(self.count))
+        with contextlib.suppress(Exception), contents_kept((model, *layers_of(model))):
+            phases.begin()
+            phases.count(data, self.count if self._is_split else None)
+            phases.use_counts()
+            with replaced(microbatch, correction=note):
+                self._gradients(data, 0)
+            for one, counted in backend.few_samples.arrays(pairs):
+                sizes.append(abs(float(one) / float(counted) - 1) if counted else 0.0)
+        microbatch.numbers.put_back()
+        self.put_back()
+        return max(sizes)
 
     def _gradients(self, data: Any, start: int) -> list[Any]:
         """Run a micro-batch without a graph; return its gradients on the first replica."""

@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 from bigbatch.backends.keras import Held, backend_of, metrics_of, optimizers_of
 from bigbatch.core.passes import ALL_UPDATES, Order, Pass
-from bigbatch.core.patching import replaced
+from bigbatch.core.patching import replaced, suppressed_except
 from bigbatch.core.sparse_gradients import SparseGradients
 from bigbatch.engine.batch_logs import BatchLogs
 from bigbatch.engine.batch_norm import BatchNorm
@@ -150,7 +150,7 @@ class MicroBatch:
         recorder = TermRecorder(
             backend,
             self.plan,
-            functools.partial(self._correction, context, samples),
+            functools.partial(self.correction, context, samples),
             self.lengths,
             replicas=self._replicas,
             can_weigh=self._can_weigh,
@@ -285,7 +285,7 @@ class MicroBatch:
         # If all is masked, the gradients of regularisers are left, and are not lost.
         return self.backend.ops.weight(recorder.loss_weight) + _ALMOST_NOTHING * samples
 
-    def _correction(
+    def correction(
         self, context: BatchContext, samples: Any, position: int, denominator: Any
     ) -> Any:
         """Return what a term is multiplied by, given its denominator in a micro-batch."""
@@ -343,7 +343,7 @@ class MicroBatch:
         # Neither must metrics of layers.
         with contextlib.ExitStack() as stack:
             if not needs_call:  # in inference it may return something else, or nothing
-                stack.enter_context(contextlib.suppress(Exception))
+                stack.enter_context(suppressed_except(backend.OUT_OF_MEMORY))
             stack.enter_context(backend.without_effects(model))
             for metric in model.metrics:
                 stack.enter_context(replaced(metric, update_state=lambda *_, **__: None))

@@ -32,6 +32,15 @@ _GRAPHS = (
 )
 
 
+NOT_COUNTED = explain(
+    received="a train_step whose loss divides by a mask or the sum of sample weights",
+    expected="a batch (x, y, sample_weight) that the model can be called with, to count these "
+    "before the first micro-batch runs",
+    fix="leave run_eagerly=True out, pass x, y and sample_weight to fit(), and call "
+    "self.compute_loss(x, y, y_pred, sample_weight) with these",
+)
+
+
 class PhaseState:
     """What the phases of a batch share: passes, counts, copies, and the graphs of the phases.
 
@@ -250,14 +259,5 @@ class PhaseState:
         """
         self.rollback.restore()
         if is_open or self.microbatch.plan.is_counted or not self._counts.can_run(data):
-            raise ContextError(
-                explain(
-                    received="a train_step that is not traced, whose loss divides by a mask "
-                    "or the sum of sample weights",
-                    expected="a batch (x, y, sample_weight) that the model can be called with, "
-                    "to count these before the first micro-batch runs",
-                    fix="leave run_eagerly=True out, on torch compute the loss with "
-                    "self.compute_loss(x, y, y_pred, sample_weight)",
-                )
-            )
+            raise ContextError(NOT_COUNTED)
         self.needs_counts = True

@@ -13,8 +13,9 @@ from typing import Any
 
 from bigbatch.engine.loss_terms import SharedDimensions
 from bigbatch.engine.microbatch import CountsNeededError
-from bigbatch.engine.phase_state import PhaseState
+from bigbatch.engine.phase_state import NOT_COUNTED, PhaseState
 from bigbatch.engine.totals import ReplicaTotals
+from bigbatch.errors import ContextError
 
 
 class Phases(PhaseState):
@@ -65,13 +66,21 @@ class Phases(PhaseState):
             )
             self._needed_counts = self.needs_counts
             if self.needs_counts:
-                self._counts.prepare(types, size)
+                self._prepare_counts(types, size)
         # What only training can build is built in its first trace, and protected from then on.
         is_traced = self.full_batch_loss is None and backend.is_traced(model)
         self._is_ready = is_built or is_traced or not is_first
         if not self._is_ready or is_first or before != self._shape_of_graphs():
             self._compile()
         return True
+
+    def _prepare_counts(self, types: Any, size: Any) -> None:
+        try:
+            self._counts.prepare(types, size)
+        except Exception as error:
+            if not self._backend.has_custom_train_step(self._model):
+                raise
+            raise ContextError(NOT_COUNTED) from error
 
     def trace_again(self) -> None:
         """Trace micro-batches once more, as the plan of the loss has changed."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 from bigbatch.backends.keras import backend_of
 from bigbatch.core.memory import readable
 from bigbatch.engine.batch_norm import BatchNorm
-from bigbatch.engine.cause import LOSS
+from bigbatch.engine.difference import LOSS
 from bigbatch.engine.full_batch_loss import mixes_samples
 from bigbatch.engine.loss_plan import Kind, LossPlan
 from bigbatch.engine.loss_trial import ENOUGH, FEWEST, ROWS, LossTrial
@@ -21,6 +21,15 @@ COUPLED = (True, False, "auto")
 
 _ALWAYS_HELD = 64 * 2**20
 """How many bytes of outputs are held for a batch, even if the weights of a model are fewer."""
+
+
+class Obstacle(NamedTuple):
+    """Why something is not computed on the whole batch."""
+
+    reason: str
+    """A sentence, or several."""
+    fix: str
+    """What to do about it."""
 
 
 class Planning:
@@ -151,8 +160,8 @@ class Planning:
         """Compute the loss on the whole batch if that is possible; say so, or why not."""
         name = self._backend.name_of_loss(self._model)
         held = 2 * trial.bytes_of_outputs * samples
-        reason, fix = self._obstacle(trial, held)
-        if not reason:
+        obstacle = self._obstacle(trial, held)
+        if obstacle is None:
             self._phases.use_full_batch_loss()
             how = "by two passes: one more forward pass, and"
             if self._phases.is_exact:
@@ -163,56 +172,58 @@ class Planning:
             )
             return
         self.told.add(LOSS)
-        warnings.warn(
-            f"bigbatch: the loss {name} is neither a mean nor a sum over samples, and "
+        _warn(
+            f"the loss {name} is neither a mean nor a sum over samples, and "
             "adding up micro-batches does not give the update of the full batch. "
-            f"{reason} Training continues with micro-batches weighted by their samples. "
-            f"Fix: {fix}",
-            NotEqualWarning,
-            stacklevel=2,
+            f"{obstacle.reason} Training continues with micro-batches weighted by their "
+            "samples.",
+            obstacle,
         )
 
-    def _obstacle(self, trial: LossTrial, held: int) -> tuple[str, str]:
+    def _obstacle(self, trial: LossTrial, held: int) -> Obstacle | None:
         """Return why two passes are not made, and what to do; nothing if they can be."""
         model, backend = self._model, self._backend
         if not self._coupled:
-            return "It is not computed on the whole batch: coupled=False.", "leave coupled out."
+            reason = "It is not computed on the whole batch: coupled=False."
+            return Obstacle(reason, "leave coupled out")
         is_exact = self._phases.is_exact
         if not self._can_wait and not is_exact:
-            return (
+            return Obstacle(
                 'Two passes are not made with "auto" on several workers.',
-                'pass the size that "auto" finds on one worker.',
+                'pass the size that "auto" finds on one worker',
             )
         if backend.processes(model) > 1:
-            return (
-                "No process has the whole batch.",
-                "train in one process with all its devices.",
-            )
+            reason = "No process has the whole batch."
+            return Obstacle(reason, "train in one process with all its devices")
         if backend.has_custom_train_step(model) and not is_exact:
-            return (
+            return Obstacle(
                 "In a custom train_step the forward pass and the loss cannot be told apart.",
-                "write the loss in compute_loss() or compile(loss=...), without a train_step.",
+                "write the loss in compute_loss() or compile(loss=...), without a train_step",
             )
         if trial.reads_call:
-            return (
+            return Obstacle(
                 "compute_loss() reads values that call() has stored in the last micro-batch.",
-                "let call() return them.",
+                "let call() return them",
             )
         if not trial.has_rows:
-            return "An output does not have one row per sample.", "return one row per sample."
+            reason = "An output does not have one row per sample."
+            return Obstacle(reason, "return one row per sample")
         if held > self._most_bytes():
-            return (
+            return Obstacle(
                 f"Outputs and their gradients for a batch would take {readable(held)}, more "
                 f"than {readable(self._most_bytes())}.",
-                "pass coupled=True to hold them anyway, or use smaller batches.",
+                "pass coupled=True to hold them anyway, or use smaller batches; for a mean "
+                "over tokens pass a Keras loss with "
+                'reduction="mean_with_sample_weight", and sample weights of zero for padding, '
+                "which holds nothing",
             )
         layers = [] if is_exact else self._mixing_layers()
         if layers:
-            return (
+            return Obstacle(
                 f"The layer {layers[0].name!r} mixes samples, too.",
-                "compute every sample separately in it.",
+                "compute every sample separately in it",
             )
-        return "", ""
+        return None
 
     def _most_bytes(self) -> int:
         """Return how many bytes of outputs may be held for a batch."""
@@ -234,14 +245,16 @@ class Planning:
             if kind is Kind.WHOLE and held > self._most_bytes():
                 del plan.metrics[metric]
                 self.told.add(names[metric])
-                warnings.warn(
-                    f"bigbatch: the metric {names[metric]!r} is one number for a batch, and "
-                    "neither a mean nor a sum over samples. Its outputs and labels for a batch "
-                    f"would take {readable(held)}, more than {readable(self._most_bytes())}: "
-                    "its mean over micro-batches is logged. Fix: use a metric whose "
-                    "state adds up, a subclass of keras.metrics.Metric.",
-                    NotEqualWarning,
-                    stacklevel=2,
+                obstacle = Obstacle(
+                    f"Its outputs and labels for a batch would take {readable(held)}, more "
+                    f"than {readable(self._most_bytes())}: its mean over micro-batches is "
+                    "logged.",
+                    "use a metric whose state adds up, a subclass of keras.metrics.Metric",
+                )
+                _warn(
+                    f"the metric {names[metric]!r} is one number for a batch, and neither a "
+                    f"mean nor a sum over samples. {obstacle.reason}",
+                    obstacle,
                 )
 
     def _refuse_mixing_layers(self) -> None:
@@ -249,3 +262,8 @@ class Planning:
         layers = self._mixing_layers()
         if layers:
             raise ArgumentError(mixes_samples(layers[0]))
+
+
+def _warn(text: str, obstacle: Obstacle) -> None:
+    message = f"bigbatch: {text} Fix: {obstacle.fix}."
+    warnings.warn(message, NotEqualWarning, stacklevel=3)

@@ -21,9 +21,11 @@ from bigbatch.core.outcome import (
     tolerance_of,
 )
 from bigbatch.engine.batch_norm import batch_norms_of
-from bigbatch.engine.cause import Cause, causes_of, of_summed_rows, text_of, with_equalizing
+from bigbatch.engine.cause import causes_of, of_summed_rows, with_equalizing
 from bigbatch.engine.check_trial import CUTS, Trial
+from bigbatch.engine.difference import Cause, text_of
 from bigbatch.engine.phases import Phases
+from bigbatch.engine.train_step_cause import of_counts
 from bigbatch.errors import DifferenceError, NotEqualWarning
 
 MODES = ("warn", "raise", "off")
@@ -212,6 +214,9 @@ class SelfCheck:
         whole = self._run(trial.outcome, every, trial.count)
         cut = self._run(trial.outcome, every, CUTS[trial.count])
         tolerance = tolerance_of(_dtypes(self._model))
+        miscounted = trial.miscounted()
+        if miscounted > tolerance:
+            return [of_counts(self._model, miscounted)], False
         has_draws = any(one.runs.draws_by_sample for one in self._phases.passes)
         if trial.makes_two_passes:  # of which nothing is traced here
             has_draws = any(map(self._backend.has_seeds, layers_of(self._model)))

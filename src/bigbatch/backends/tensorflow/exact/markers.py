@@ -120,7 +120,8 @@ def cross_microbatch_gather(tensor: Any) -> Any:
                 f"{markers.replicas} replicas",
                 expected="a shape that is known except for the number of samples: a "
                 "replica without samples has to know it, too",
-                fix="give the inputs of the model a full shape, or train on one device",
+                fix="give the data a full shape, by tf.ensure_shape in map() of the data set, "
+                "or train on one device",
             )
         )
     rows, count = running(), tf.shape(tensor)[0]
