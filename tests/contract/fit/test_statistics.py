@@ -291,7 +291,8 @@ def test_one_micro_batch_says_nothing():
     model.compile("sgd", "mse")
     bigbatch.accumulate(model, microbatch_size=SIZE)
     noise = bigbatch.NoiseScale()
-    history = model.fit(X, Y, batch_size=SIZE, verbose=0, callbacks=[noise])
+    with pytest.warns(UserWarning, match="nothing is accumulated"):
+        history = model.fit(X, Y, batch_size=SIZE, verbose=0, callbacks=[noise])
     assert noise.critical_batch_size is None
     assert noise.interval is None
     assert np.isnan(history.history["noise_scale"][0])

@@ -100,7 +100,7 @@ class Accumulation(TracedMicrobatch):
             if id(one) not in self.once and not (self._is_metric(one) and is_sum):
                 raise NotImplementedError(f"{one.path!r} is not a sum over samples")
         is_same = [id(one) in self.once for one in variables]
-        sharded = ShardedSums(shards, self._pure, self._shapes, is_same)
+        sharded = ShardedSums(shards, self.pure, self._shapes, is_same)
         data = arguments[-1]
         sharded.lowered(*self._abstract_arguments(data, batches.sample_count(data)))
         return sharded
@@ -206,7 +206,7 @@ class Accumulation(TracedMicrobatch):
         before = self._step, self._sharded, self._shards
 
         def try_samples(*arguments: Any) -> Any:
-            return self._add(self._pure, *arguments)
+            return self._add(self.pure, *arguments)
 
         self._step = jax.jit(try_samples, donate_argnums=0, compiler_options=quickly())
         self._sharded = self._shards = None  # a few samples are not worth sharing
@@ -254,7 +254,7 @@ class Accumulation(TracedMicrobatch):
         assign(variables, values)
 
     def _add_eagerly(self, arguments: tuple[Any, ...]) -> None:
-        result, listed, values, self._own, _ = self._pure(*arguments)
+        result, listed, values, self._own, _ = self.pure(*arguments)
         if self._shapes is None and (self._given or self._left):
             raise ContextError(CHANGES_ITSELF)  # nobody knows of what
         result = [leaf.astype(widened(leaf.dtype)) for leaf in result]

@@ -24,7 +24,7 @@ class ShardedSums:
 
     Args:
         shards: the devices.
-        pure: `Accumulation._pure`: runs a micro-batch, and returns what is added up.
+        pure: `Accumulation.pure`: runs a micro-batch, and returns what is added up.
         shapes: the shapes of what is added up.
         is_same: for each variable that a micro-batch may change whether its value is the same
             on every device. The others are metrics to which micro-batches add.

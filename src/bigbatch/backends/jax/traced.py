@@ -78,8 +78,8 @@ class TracedMicrobatch:
         self._program: Any = jax.jit(self._pure_again())
 
     def _pure_again(self) -> Callable[..., Any]:
-        """Return `_pure` as a function that nothing has been traced of."""
-        return lambda *arguments: self._pure(*arguments)
+        """Return `pure` as a function that nothing has been traced of."""
+        return lambda *arguments: self.pure(*arguments)
 
     def _look_at(self, types: Any, size: int | None) -> tuple[Any, tuple[Any, ...]]:
         """Trace a micro-batch; return its jaxpr, and the types of its arguments."""
@@ -98,7 +98,7 @@ class TracedMicrobatch:
             other = self._abstract_arguments(types, count + 1)
             # A model may be made for one size only: then a draw of as many rows is theirs.
             with contextlib.suppress(Exception):
-                jax.eval_shape(self._pure, *other)
+                jax.eval_shape(self.pure, *other)
             places = places_of(drawn, self._drawn, count)
             if places != self._places:
                 self.start_anew(places)
@@ -190,7 +190,7 @@ class TracedMicrobatch:
         """Return the values that micro-batches are given of updates that have been made."""
         return [value for one in self._made() for value in one.values]
 
-    def _pure(self, fixed: Any, changing: Any, context: Any, start: Any, data: Any) -> Any:
+    def pure(self, fixed: Any, changing: Any, context: Any, start: Any, data: Any) -> Any:
         """Return what is added up, rows that are listed, and values of what may change.
 
         And those that a `train_step` itself gives weights and optimizers.
@@ -219,7 +219,7 @@ class TracedMicrobatch:
         types = jax.tree.map(batches.type_of, types)
         with contextlib.suppress(Exception):
             count = batches.sample_count(types)
-            jax.eval_shape(self._pure, *self._abstract_arguments(types, count))
+            jax.eval_shape(self.pure, *self._abstract_arguments(types, count))
             return True
         return False
 

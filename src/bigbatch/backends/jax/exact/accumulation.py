@@ -55,9 +55,9 @@ class StagedAccumulation(Accumulation):
         self._loops: dict[Stored, list[Pass]] = {}
         self._compiled: Callable[..., Any] = functools.partial(jax.jit, donate_argnums=1)
 
-    def _pure(self, fixed: Any, changing: Any, context: Any, start: Any, data: Any) -> Any:
+    def pure(self, fixed: Any, changing: Any, context: Any, start: Any, data: Any) -> Any:
         with marking():
-            return super()._pure(fixed, changing, context, start, data)
+            return super().pure(fixed, changing, context, start, data)
 
     def _shard(self, jaxpr: Any, arguments: tuple[Any, ...]) -> None:
         del jaxpr, arguments  # sums between stages are those of one device
@@ -91,7 +91,7 @@ class StagedAccumulation(Accumulation):
     def _graph(self, count: int) -> MicrobatchGraph:
         """Return what a micro-batch of so many samples does."""
         if count not in self._graphs:
-            traced = jax.make_jaxpr(self._pure)(*self._abstract_arguments(self._types, count))
+            traced = jax.make_jaxpr(self.pure)(*self._abstract_arguments(self._types, count))
             numbers, outputs = self._numbers_of_state(), self._changing_outputs(traced)
             samples = range(numbers.stop + 1, len(traced.jaxpr.invars))
             variables = dict(zip(numbers, outputs))
