@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tensorflow as tf
 
 import bigbatch
 from fit_cases import DENSE_X, DENSE_Y, MODES, TOKEN_Y, TOKENS
@@ -14,7 +15,7 @@ class Counting(keras.Sequential):
     traces = 0
 
     def train_step(self, data):
-        Counting.traces += 1
+        Counting.traces += not tf.executing_eagerly()  # as the check runs a few samples
         return super().train_step(data)
 
 
