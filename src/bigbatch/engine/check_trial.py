@@ -187,7 +187,8 @@ class Trial:
         """
         backend, phases, model = self._backend, self._phases, self._model
         is_custom = backend.has_custom_train_step(model)
-        if not is_custom or not phases.needs_counts or backend.replicas(model) > 1:
+        has_terms = backend.compile_loss_of(model) is not None and phases.needs_counts
+        if not is_custom or not has_terms or backend.replicas(model) > 1:
             return 0.0
         microbatch, pairs, sizes = phases.passes[0].microbatch, [], [0.0]
         correction, terms = microbatch.correction, backend.number_of_terms(model)
