@@ -17,6 +17,7 @@ import torch
 import bigbatch
 from bigbatch.backends.torch import data as batches
 from bigbatch.backends.torch import sums
+from bigbatch.backends.torch.keras3 import Keras3OnTorch
 from bigbatch.engine.microbatch import MicroBatch
 from comparison import check_same, check_same_models, largest_difference
 from fit_cases import DENSE_X, DENSE_Y, TOKEN_Y, TOKENS, Case, masked
@@ -276,3 +277,19 @@ def test_sums_that_are_cleared_by_every_micro_batch_differ():
     nothing = contextlib.nullcontext()
     with mock.patch.object(sums.GradientSums, "adding", return_value=nothing):
         check_differs("dense")
+
+
+def test_weights_that_the_mask_is_multiplied_into_differ():
+    case = Case(masked, TOKENS, TOKEN_Y, fit={"sample_weight": TOKEN_WEIGHTS})
+    value_of = Keras3OnTorch.value_of
+
+    def twice(self, loss, y, y_pred, weight, by):
+        if not torch.is_tensor(by):  # where the loss is tried
+            return value_of(self, loss, y, y_pred, weight, by)
+        loss(y, y_pred, weight)
+        return loss(y, y_pred, weight)
+
+    with mock.patch.object(Keras3OnTorch, "value_of", twice):
+        found = case.accumulate("split", {"check": "off"})
+    with pytest.raises(AssertionError, match="not the same"):
+        check_same(found, case.train(), TOLERANCE)
