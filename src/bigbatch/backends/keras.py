@@ -290,7 +290,7 @@ class Held:
     """The optimizers and metrics that attributes of a model hold, batch by batch.
 
     Where Python runs every micro-batch, looking takes time: it is done in the first two
-    micro-batches of a batch, of which the first may make some.
+    micro-batches of a batch, because the first one may make some.
     """
 
     def __init__(self, model: Any) -> None:

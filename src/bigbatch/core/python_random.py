@@ -11,13 +11,13 @@ import functools
 import pickle
 import random
 import threading
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Tuple
 
 import numpy as np
 
 from bigbatch.core.patching import replaced
 
-_States = tuple[Any, Any]
+_States = Tuple[Any, Any]
 
 _LEFT: list[_States] = []
 """The states in which `PythonDraws` has left the global generators last."""
